@@ -1,0 +1,1 @@
+"""Built modules and their hand-written stubs."""
