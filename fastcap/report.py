@@ -1,0 +1,229 @@
+"""What an analysis found, as plain data: no rendering, nothing native.
+
+Every size is in bytes. A `Report` is what `fastcap.analyze` and `fastcap.scan` return; `Report.to_dict` is the JSON of
+the command line and `Report.from_dict` reads it back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any
+
+FORMAT = 1
+"""Version of the dictionary that `Report.to_dict` makes; `Report.from_dict` refuses others."""
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+
+
+def format_size(size: float, *, exact: bool = False) -> str:
+    """``838860800`` as ``800.0 MiB``, with ``exact`` as ``800.0 MiB (838,860,800 B)``; binary units."""
+    value, unit = float(size), 0
+    while abs(value) >= 1023.95 and unit < len(_UNITS) - 1:
+        value, unit = value / 1024, unit + 1
+    text = f"{size:,.0f} B" if unit == 0 else f"{value:,.1f} {_UNITS[unit]}"
+    return f"{text} ({size:,.0f} B)" if exact and unit else text
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRow:
+    """One row of the tree, in preorder. A row whose ``type`` is ``"more"`` stands for ``count`` nodes not shown."""
+
+    path: str
+    label: str  # last step of the path; the root's whole path
+    parent: int | None  # row number of the parent, None for the root
+    depth: int
+    type: str
+    what: str
+    self_size: int
+    subtree_size: int
+    retained_size: int
+    shared_by: tuple[str, ...] = ()  # paths of further holders of a memo reference to this node (at most 10)
+    count: int = 1  # pickle nodes behind this row
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """A heavy part of the payload, and the code that dragged it in. Sorted by ``retained_size``."""
+
+    path: str
+    type: str
+    what: str
+    self_size: int
+    subtree_size: int
+    retained_size: int
+    shared_by: tuple[str, ...] = ()
+    how: str | None = None  # closure, global, default, self, class attribute, argument; None: plain data
+    name: str | None = None  # the captured variable: `self` in train_func<closure self>.data
+    captured: str | None = None  # path of what the variable holds: train_func<closure self>
+    captured_type: str | None = None  # its type: Trainer
+    by: str | None = None  # path of the function or class that captures
+    file: str | None = None
+    line: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TypeRow:
+    """Bytes by type; the ``size``s of all rows and the overhead add up to the payload."""
+
+    type: str
+    count: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """A size at which something warns or fails, against the payload's size."""
+
+    name: str
+    size: int
+    ratio: float  # payload size / limit
+    exceeded: bool
+    effect: str  # "warning" or "error"
+    source: str  # where the number comes from
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that will fail or hurt, and what to write instead."""
+
+    code: str
+    severity: str  # "error", "warning" or "note"
+    path: str
+    size: int
+    message: str
+    replacement: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Details:
+    """The parts of a report that take work to make."""
+
+    nodes: tuple[NodeRow, ...]
+    captures: tuple[Capture, ...]
+    types: tuple[TypeRow, ...]
+    limits: tuple[Limit, ...]
+    findings: tuple[Finding, ...]
+
+
+@dataclass(frozen=True)
+class Report:
+    """Sizes of one payload, and on demand what they consist of.
+
+    ``overhead`` is the size of PROTO, FRAME and STOP opcodes; it and the ``self_size`` of all rows of ``nodes`` add up
+    to ``payload_size``, which is ``stream_size`` plus ``buffer_size`` (out-of-band buffers, PEP 574).
+    """
+
+    target: str
+    type: str
+    what: str
+    payload_size: int
+    stream_size: int
+    buffer_size: int
+    overhead: int
+    protocol: int
+    node_count: int
+    pickle_count: int = 1
+    notes: tuple[str, ...] = ()  # facts about how the report was made, such as "imported script.py"
+    make_details: Callable[[], Details] = field(repr=False, compare=False, kw_only=True)
+    find_row: Callable[[str], NodeRow | None] | None = field(default=None, repr=False, compare=False, kw_only=True)
+
+    @cached_property
+    def details(self) -> Details:
+        """Tree, captures, types, limits and findings; made at the first access."""
+        return self.make_details()
+
+    @property
+    def nodes(self) -> tuple[NodeRow, ...]:
+        """The tree in preorder; ``"more"`` rows carry what is not shown."""
+        return self.details.nodes
+
+    @property
+    def captures(self) -> tuple[Capture, ...]:
+        """The heaviest parts, biggest first."""
+        return self.details.captures
+
+    @property
+    def types(self) -> tuple[TypeRow, ...]:
+        """Bytes by type, biggest first."""
+        return self.details.types
+
+    @property
+    def limits(self) -> tuple[Limit, ...]:
+        """Known limits, exceeded or not."""
+        return self.details.limits
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """What is wrong, worst first."""
+        return self.details.findings
+
+    def find(self, path: str) -> NodeRow | None:
+        """The node at a path as the report writes them (``train_func<closure self>.data``), shown in ``nodes`` or not.
+
+        None if there is none; a report read back with `from_dict` knows only the rows it holds.
+        """
+        if self.find_row is not None:
+            return self.find_row(path)
+        return next((row for row in self.nodes if row.path == path), None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON; ``format`` is `FORMAT`."""
+        return {
+            "format": FORMAT,
+            "target": self.target,
+            "type": self.type,
+            "what": self.what,
+            "payload_size": self.payload_size,
+            "stream_size": self.stream_size,
+            "buffer_size": self.buffer_size,
+            "overhead": self.overhead,
+            "protocol": self.protocol,
+            "node_count": self.node_count,
+            "pickle_count": self.pickle_count,
+            "notes": list(self.notes),
+            "captures": [asdict(row) for row in self.captures],
+            "nodes": [asdict(row) for row in self.nodes],
+            "types": [asdict(row) for row in self.types],
+            "limits": [asdict(row) for row in self.limits],
+            "findings": [asdict(row) for row in self.findings],
+        }
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Report:
+        """The report that ``to_dict`` described; ``ValueError`` says what is missing or of another format."""
+        found = data.get("format") if isinstance(data, dict) else None
+        if found != FORMAT:
+            raise ValueError(f"not a fastcap report of format {FORMAT}: its 'format' is {found!r}")
+
+        def rows(key: str, row: Callable[..., Any]) -> tuple[Any, ...]:
+            return tuple(
+                row(**{name: tuple(value) if name == "shared_by" else value for name, value in item.items()})
+                for item in data[key]
+            )
+
+        try:
+            details = Details(
+                rows("nodes", NodeRow),
+                rows("captures", Capture),
+                rows("types", TypeRow),
+                rows("limits", Limit),
+                rows("findings", Finding),
+            )
+            return cls(
+                target=data["target"],
+                type=data["type"],
+                what=data["what"],
+                payload_size=data["payload_size"],
+                stream_size=data["stream_size"],
+                buffer_size=data["buffer_size"],
+                overhead=data["overhead"],
+                protocol=data["protocol"],
+                node_count=data["node_count"],
+                pickle_count=data["pickle_count"],
+                notes=tuple(data["notes"]),
+                make_details=lambda: details,
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"a fastcap report of format {FORMAT} that is damaged: {error}") from error
