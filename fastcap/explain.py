@@ -15,6 +15,7 @@ Nothing here executes or imports anything, and each question costs a bounded num
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from typing import Any, Final, Union
 
 from fastcap._native.graph import DISCARD, ITEM, OPERAND, PAIR, PICKLE, RAW, STATE, Edge, Graph, NodeView
 from fastcap.inert import (
+    ATOMS,
     BYTES,
     CALLS,
     DICTS,
@@ -72,7 +74,7 @@ class Glue:
     part: Part | None = None
 
 
-Shape = Union[Part, Hidden, Glue]
+Shape = Union[Part, Hidden, Glue]  # noqa: UP007 - Glue names it
 Route = Callable[[Edge, NodeView], Shape]  # (edge, the node it starts from) -> what lies there
 
 HIDDEN: Final = Hidden()
@@ -175,7 +177,10 @@ class Explainer:
 
     def shape(self, place: Place, parent: int, edge: Edge) -> Shape:
         """What lies behind an edge from a node at a place."""
-        return HIDDEN if place.route is None else place.route(edge, self.reader.view(parent))
+        view = self.reader.view(parent)
+        if place.route is None or (edge.is_reference and view.op in GETS):
+            return HIDDEN
+        return place.route(edge, view)
 
     def parts(self, head: int, *, min_size: int, limit: int) -> Parts:
         """The objects directly below an object.
@@ -233,12 +238,13 @@ class Explainer:
         index = 0
         for step in steps:
             wanted = str(step)
-            for part, target in self.below(index):
-                if str(part.step) == wanted:
-                    index = self.reader.resolve(target)
+            for start in dict.fromkeys((index, self.reader.resolve(index))):
+                found = next((target for part, target in self.below(start) if str(part.step) == wanted), None)
+                if found is not None:
                     break
             else:
                 return None
+            index = found
         return index
 
     # --- paths -------------------------------------------------------------------------------------------------------
@@ -289,7 +295,7 @@ class Explainer:
     def _holder(self, source: int, target: int) -> str | None:
         place = self.place(source)
         base = self.path(source)
-        if place is None or base is None or place.route is None:
+        if place is None or base is None or place.route is None or self.reader.view(source).op in GETS:
             return base
         for edge in self.graph.edges(source, 1 << 62, 2048):
             if edge.is_reference and edge.target == target:
@@ -499,9 +505,10 @@ def _entries(x: Explainer, part: Callable[[Any, Step, int], Shape]) -> Route:
     """Through a dict: ``part(key, step, node)`` with the key as a literal or `UNREAD`, and its ``[key]`` step."""
 
     def route(edge: Edge, view: NodeView) -> Shape:
-        if edge.role == OPERAND and edge.position == 1:  # an OrderedDict or the like: its constructor's arguments
+        if edge.role == OPERAND and edge.position == 1 and view.op == "REDUCE":
+            # an OrderedDict or the like: its constructor's arguments
             return Glue(_members(lambda _, target: Glue(route)))
-        if edge.role != PAIR:
+        if edge.role != PAIR and not (edge.role == OPERAND and view.op == "DICT"):
             return HIDDEN
         if edge.position % 2 == 0:
             return _key(x, edge)
@@ -650,7 +657,9 @@ def _subject(x: Explainer, index: int) -> Subject:
     if view.op in PERSISTENT:
         return _persistent(x, index)
     if view.op in GETS:
-        return Subject("reference", lambda: f"the same as {x.path(x.reader.resolve(index))}")
+        return _alias(x, index)
+    if view.op in ATOMS:
+        return Subject(ATOMS[view.op])
     if view.op == "FILE":
         return Subject("file", _counted("file", view.arg, "pickles"), _file_route)
     if view.op == "RAW":
@@ -658,6 +667,31 @@ def _subject(x: Explainer, index: int) -> Subject:
     if view.op in ("NEXT_BUFFER", "READONLY_BUFFER"):
         return Subject("buffer", f"out-of-band buffer {view.arg}" if view.arg >= 0 else "out-of-band buffer")
     return Subject(view.op.lower().replace("_", " "))
+
+
+def _alias(x: Explainer, index: int) -> Subject:
+    """A memo reference that holds more than its own bytes.
+
+    BUILD and the like may stick to a reference. And an object that contains itself is written, thrown away with POP and
+    fetched from the memo, because it has been built meanwhile, deep inside what was thrown away.
+    """
+    target = x.reader.resolve(index)
+    if target == index:
+        return Subject("reference", "a memo reference to itself")
+    within = target > index
+    meaning = x.subject(target)
+
+    def route(edge: Edge, view: NodeView) -> Shape:
+        if edge.role == DISCARD:
+            child = x.reader.view(edge.target)
+            args = Call(x, edge.target).args if child.op == "REDUCE" else []
+            if not args or not isinstance(args[0], At) or args[0].index not in (index, target):
+                return Part(word("discarded", edge.position))
+        return meaning.route(edge, view) if meaning.route is not None else HIDDEN
+
+    if within:
+        return Subject(meaning.type, lambda: meaning.what, route, meaning.name, meaning.where)
+    return Subject("reference", lambda: f"the same as {x.path(target)}", route)
 
 
 def _file_route(edge: Edge, _: NodeView) -> Shape:
@@ -691,14 +725,15 @@ def _persistent(x: Explainer, index: int) -> Subject:
 
 Maker = Callable[[Call], Subject]
 
+_GIVEN_THE_CLASS: Final = frozenset({"copyreg._reconstructor", "copyreg.__newobj__", "copyreg.__newobj_ex__"})
+"""Reconstructors whose first argument is the class: it is what counts."""
+
 
 def _call_subject(call: Call) -> Subject:
-    if call.view.op == "REDUCE" and call.callable >= 0:
-        # A reconstructor that is given the class: what counts is the class.
-        if call.name in ("copyreg._reconstructor", "copyreg.__newobj__", "copyreg.__newobj_ex__"):
-            named = call.explainer.call_name(call.argument(0))
-            make = TABLE.get(canonical(named) or "")
-            return make(call) if make in _INSTANCE_MAKERS else _instance(call, named, skip=1)
+    if call.view.op == "REDUCE" and call.name in _GIVEN_THE_CLASS:
+        named = call.explainer.call_name(call.argument(0))
+        make = TABLE.get(canonical(named) or "")
+        return make(call) if make in _INSTANCE_MAKERS else _instance(call, named, skip=1)
     make = TABLE.get(canonical(call.name) or "")
     if make is not None:
         return make(call)
@@ -730,7 +765,8 @@ def _reduced(call: Call) -> Subject:
     x = call.explainer
     name = call.name
     short = short_name(name) if name else "object"
-    return Subject(short, f"made by {name or 'an unnamed callable'}", _object_route(x, lambda k, _: Part(word("arg", k))))
+    route = _object_route(x, lambda k, _: Part(word("arg", k)))
+    return Subject(short, f"made by {name or 'an unnamed callable'}", route)
 
 
 def _class_part(x: Explainer, target: int) -> Shape:
@@ -953,7 +989,7 @@ def _function(call: Call) -> Subject:
 
 
 def _base_global(x: Explainer, key: Any, node: int) -> Shape:
-    """``__name__`` and the like, which cloudpickle puts into each function's globals; old ones put all of them there."""
+    """``__name__`` and the like are in each function's globals; old versions of cloudpickle put all globals there."""
     if key in ("__package__", "__name__", "__path__", "__file__"):
         return HIDDEN
     return Part(word("global", key if isinstance(key, (str, Shortened)) else node), "global", str(key))
@@ -1008,7 +1044,8 @@ def _class_subject(call: Call, kind: str, name: str | None, args: Callable[[int,
     def where() -> tuple[str | None, int | None]:
         return _where_class(call)
 
-    return Subject(kind, f"{kind} {shown}", _call(args=args, state=state, discard=_setter(state)), short_name(name), where)
+    route = _call(args=args, state=state, discard=_setter(state))
+    return Subject(kind, f"{kind} {shown}", route, short_name(name), where)
 
 
 def _where_class(call: Call) -> tuple[str | None, int | None]:
@@ -1230,7 +1267,11 @@ def _scalar(call: Call) -> Subject:
 
 
 def _masked_array(call: Call) -> Subject:
-    return Subject("MaskedArray", lambda: f"MaskedArray {_shape(call.reader.value(_array_state(call)[1:2] or [()])[0])}")
+    def phrase() -> str:
+        state = _array_state(call)
+        return f"MaskedArray {_shape(call.reader.value(state[1])) if len(state) > 1 else ''}".rstrip()
+
+    return Subject("MaskedArray", phrase)
 
 
 # pandas
@@ -1302,7 +1343,7 @@ def _arrow_strings(x: Explainer, call: Call) -> list[str]:
         return []
     count = min(call.args[1], 6, len(data[0]) // width - 1)
     ends = [int.from_bytes(data[0][k * width : (k + 1) * width], "little") for k in range(count + 1)]
-    return [data[1][a:b].decode("utf-8", "replace") for a, b in zip(ends, ends[1:]) if b <= len(data[1])]
+    return [data[1][a:b].decode("utf-8", "replace") for a, b in itertools.pairwise(ends) if b <= len(data[1])]
 
 
 def _arrow_buffer(x: Explainer, value: Any) -> bytes:
@@ -1344,7 +1385,8 @@ def _frame(call: Call) -> Subject:
         shape = f" ({', '.join('?' if n is None else str(n) for n in lengths)})"
         labels = _labels_of(x, axes[0])
         more = ", …" if lengths[1] is None or len(labels) < lengths[1] else ""
-        return f"DataFrame{shape}" + (f": {', '.join(_quote(label, 20)[1:-1] for label in labels)}{more}" if labels else "")
+        columns = ", ".join(_quote(label, 20) for label in labels)
+        return f"DataFrame{shape}" + (f": {columns}{more}" if labels else "")
 
     return Subject("DataFrame", phrase)
 
@@ -1463,6 +1505,14 @@ TABLE: Final[dict[str, Maker]] = {
     "builtins.classmethod": _made("classmethod", "__func__"),
     "functools.partial": _partial,
     "functools.partialmethod": _partial,
+    "types.GenericAlias": _leaf("type", "generic alias"),
+    "_operator.getitem": _leaf("type", "generic alias"),
+    "builtins.iter": _container("iterator", 0),
+    "builtins.reversed": _container("iterator", 0),
+    "builtins.enumerate": _made("iterator"),
+    "builtins.zip": _made("iterator"),
+    "builtins.map": _made("iterator", "func"),
+    "builtins.filter": _made("iterator", "func"),
     "operator.methodcaller": _made("methodcaller"),
     "operator.attrgetter": _simple("attrgetter"),
     "operator.itemgetter": _simple("itemgetter"),
@@ -1510,6 +1560,9 @@ TABLE: Final[dict[str, Maker]] = {
     "numpy:scalar": _scalar,
     "numpy:dtype": _leaf("dtype", lambda call: f"dtype {_dtype_name(call.explainer, At(call.index))}"),
     "numpy:_mareconstruct": _masked_array,
+    "numpy:__bit_generator_ctor": _leaf("BitGenerator", "numpy BitGenerator"),
+    "numpy:__generator_ctor": _leaf("Generator", "numpy random Generator"),
+    "numpy:__randomstate_ctor": _leaf("RandomState", "numpy RandomState"),
     # pandas
     "pandas:DataFrame": _frame,
     "pandas:Series": _series,
@@ -1521,6 +1574,7 @@ TABLE: Final[dict[str, Maker]] = {
     "pandas:BlockManager": _leaf("BlockManager"),
     "pandas:SingleBlockManager": _leaf("BlockManager"),
     "pandas:_unpickle_timestamp": _leaf("Timestamp"),
+    "pandas:_timedelta_unpickle": _leaf("Timedelta"),
     # torch
     "torch:_rebuild_tensor": _tensor,
     "torch:_rebuild_tensor_v2": _tensor,
@@ -1540,7 +1594,7 @@ TABLE: Final[dict[str, Maker]] = {
     "pyarrow:schema": _leaf("Schema", "pyarrow Schema"),
     "pyarrow:py_buffer": _leaf("Buffer", "pyarrow Buffer"),
     # scipy
-    **{f"scipy:{kind}_{shape}": _sparse for kind in ("csr", "csc", "coo", "bsr", "dia") for shape in ("matrix", "array")},
+    **{f"scipy:{kind}_{end}": _sparse for kind in ("csr", "csc", "coo", "bsr", "dia") for end in ("matrix", "array")},
     # Ray
     "ray:_actor_handle_deserializer": _leaf("ActorHandle", "Ray actor handle"),
     "ray:_deserialization_helper": _leaf("ActorHandle", "Ray actor handle"),

@@ -37,9 +37,15 @@ GETS: Final = frozenset({"GET", "BINGET", "LONG_BINGET"})
 _PUTS: Final = frozenset({"PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"})
 _MARKS: Final = frozenset({"MARK"})
 _CONSTANTS: Final[dict[str, Any]] = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
-_NUMBERS: Final = frozenset(
-    {"INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT"}
-)
+_FLOATS: Final = frozenset({"FLOAT", "BINFLOAT"})
+_INTS: Final = frozenset({"INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4"})
+_NUMBERS: Final = _INTS | _FLOATS
+ATOMS: Final = {
+    **dict.fromkeys(_CONSTANTS, "constant"),
+    **dict.fromkeys(_INTS, "int"),
+    **dict.fromkeys(_FLOATS, "float"),
+}
+"""Opcodes that push an atom, with its type. An atom has a node only where it is memoized or popped with something."""
 TEXTS: Final = frozenset({"UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"})
 OLD_TEXTS: Final = frozenset({"STRING", "BINSTRING", "SHORT_BINSTRING"})  # Python 2's str; Python 3 reads them as str
 BYTES: Final = frozenset({"SHORT_BINBYTES", "BINBYTES", "BINBYTES8", "BYTEARRAY8"})
@@ -164,7 +170,7 @@ class Reader:
         assert info.arg is not None
         try:
             raw = self.graph.code(code.at + 1, code.end)
-            return info.arg.reader(io.BytesIO(raw))  # type: ignore[arg-type]
+            return info.arg.reader(io.BytesIO(raw))
         except ValueError:
             return UNREAD
 
@@ -226,7 +232,7 @@ class Reader:
         index = self.resolve(index)
         view = self.view(index)
         role = OPERAND
-        if view.op in LISTS or view.op in SETS:
+        if view.op in LISTS or view.op == "EMPTY_SET":
             role = ITEM
         elif view.op in DICTS:
             role = PAIR
@@ -234,7 +240,7 @@ class Reader:
         children: dict[int, tuple[int, int | None]] = {}  # start -> end, position
         edges = self.graph.edges(index, 0, 2 * limit)
         for edge in edges:
-            mine = edge.role == role or (edge.role == ITEM and role == OPERAND and view.op in TUPLES)
+            mine = edge.role in (role, OPERAND) if role != OPERAND else edge.role == OPERAND
             if not edge.is_reference:
                 child = self.view(edge.target)
                 children[child.start] = (child.end, edge.position if mine else None)
@@ -271,7 +277,7 @@ class Reader:
     def sequence(self, index: int, limit: int = 64) -> list[Any]:
         """`contents` as a list, up to the first position that is missing."""
         found = self.contents(index, limit)
-        values = []
+        values: list[Any] = []
         while len(values) in found:
             values.append(found[len(values)])
         return values

@@ -20,6 +20,7 @@ The words are::
     <arg 0>         argument of a partial or reducer   <key 3>       an object that serves as key of the 3rd pair
     <keyword x>     keyword argument                   <value 3>     value of the 3rd pair, if the key has no literal
     <state>         state that is not a dict           <pickle 2>    one of several pickles in a file
+    <discarded 0>   what was written only to be thrown away, because the object contains itself
     <callable>      a reducer pickled by value         <raw 0>       bytes in a file that are no opcodes
     <more>          what a report leaves out
 
@@ -57,7 +58,7 @@ Value = Union[bool, int, float, str, bytes, Shortened, tuple["Value", ...], None
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of a path: ``kind`` is ``attr``, ``item`` or a word, ``value`` is ``...`` for a word that stands alone."""
+    """One step of a path: ``kind`` is ``attr``, ``item`` or a word, ``value`` ``...`` for a word that stands alone."""
 
     kind: str
     value: Value | EllipsisType = ...
