@@ -146,7 +146,8 @@ plain_kind(
     "BININT1", "BININT2", "BININT", "LONG1",
 )
 plain_kind("long of over 255 bytes", lambda: [1 << 2040, -(1 << 2047), 1 << 4000], "LONG4")
-plain_kind("long of 40,000 bits", lambda: 3 ** 25_000, "LONG4", protocol=2)  # the text form has too many digits
+plain_kind("long of 40,000 bits", lambda: 3 ** 25_000, "LONG4",
+           protocol=2)  # the text form has too many digits
 plain_kind(
     "floats", lambda: [0.0, -0.0, 1.5, math.pi, 1e308, 5e-324, math.inf, -math.inf], "BINFLOAT"
 )
@@ -194,7 +195,9 @@ plain_kind("dicts 100 deep", lambda: functools.reduce(lambda inner, i: {"next": 
 plain_kind("singletons", lambda: [Ellipsis, NotImplemented, None])
 plain_kind("builtin types", lambda: [int, str, list, dict, type, object, ValueError])
 plain_kind("types of singletons", lambda: [type(None), type(Ellipsis), type(NotImplemented)], "REDUCE")
-kind("types without a name in builtins", loads=False)(lambda: [types.FunctionType, types.CellType, type({}.keys()), type(iter([]))])
+kind("types without a name in builtins", loads=False)(
+    lambda: [types.FunctionType, types.CellType, type({}.keys()), type(iter([]))]
+)
 plain_kind("slices and ranges", lambda: [slice(None), slice(1, 2, 3), range(10), range(0, -5, -2)], "REDUCE")
 plain_kind("iterators", lambda: [iter([1, 2]), iter((3,)), iter({"k": 1}), iter("str"), reversed([1, 2]),
                                  enumerate("ab"), zip([1], [2]), map(abs, [-1])])
