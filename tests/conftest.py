@@ -24,6 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "kinds(condition): run for the kinds of the corpus that meet the condition")
     settings.load_profile("long" if config.getoption("--long") else "short")
 
 
@@ -38,9 +39,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A test that asks for ``kind`` runs for every kind of the corpus, one that asks for ``failing`` for every failure.
 
-    Kinds whose library is missing are skipped with the reason.
+    The marker ``kinds`` narrows the choice. Kinds whose library is missing are skipped with the reason.
     """
     if "kind" in metafunc.fixturenames:
+        marker = metafunc.definition.get_closest_marker("kinds")
         metafunc.parametrize(
             "kind",
             [
@@ -48,6 +50,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
                     entry, id=entry.name, marks=[pytest.mark.skip(reason=entry.missing)] if entry.missing else []
                 )
                 for entry in corpus.KINDS.values()
+                if marker is None or marker.args[0](entry)
             ],
         )
     if "failing" in metafunc.fixturenames:

@@ -375,6 +375,8 @@ class StateDict:
 
 
 class StateOther:
+    state = "never set"
+
     def __init__(self, state):
         self.state = state
 
@@ -638,9 +640,9 @@ plain_kind("__getstate__ returning a dict", lambda: StateDict(), "BUILD")
 plain_kind("__getstate__ returning other things",
            lambda: [StateOther(s) for s in (0, None, False, "text", [1], (1, 2), {"k": 1}, {}, (), "")], "BUILD")
 plain_kind("__getstate__ returning a pair", lambda: StatePair(), "TUPLE2", "BUILD")
-plain_kind("__getnewargs__", lambda: [NewArgs(), NewArgs(1), NewArgs(1, [2], "3")], "NEWOBJ", protocol=2)
-plain_kind("__getnewargs_ex__", lambda: [NewArgsEx(1, k=[2]), KeywordOnly(value=5)], "NEWOBJ_EX", protocol=2)
-plain_kind("__getnewargs_ex__ without keywords", lambda: NewArgsEx(1, 2), "NEWOBJ", protocol=2)
+plain_kind("__getnewargs__", lambda: [NewArgs(), NewArgs(1), NewArgs(1, [2], "3")], "NEWOBJ")
+plain_kind("__getnewargs_ex__", lambda: [NewArgsEx(1, k=[2]), KeywordOnly(value=5)], "NEWOBJ_EX")
+plain_kind("__getnewargs_ex__ without keywords", lambda: NewArgsEx(1, 2), "NEWOBJ")
 plain_kind("reduce to a pair", lambda: Reduce((make_bag, (1, "two"))), "REDUCE")
 plain_kind("reduce to a triple", lambda: Reduce((make_bag, (), {"state": [1]})), "REDUCE", "BUILD")
 plain_kind("reduce to a 4-tuple", lambda: Reduce((make_bag, (), None, iter(["a", "b", "c"]))), "APPENDS",
@@ -656,12 +658,12 @@ plain_kind("reduce with more items than a batch",
 plain_kind("reduce with a state setter", lambda: Reduce((make_bag, (1,), {"state": 1}, None, None, set_state)),
            "REDUCE", "POP")
 plain_kind("reduce to the name of a global", lambda: [A_SINGLETON, A_SINGLETON], "STACK_GLOBAL")
-plain_kind("reduce through copyreg.__newobj__", lambda: Newobj(), "NEWOBJ", "BUILD", protocol=2)
-plain_kind("reduce through copyreg.__newobj_ex__", lambda: NewobjEx(), "NEWOBJ_EX", protocol=2)
+plain_kind("reduce through copyreg.__newobj__", lambda: Newobj(), "NEWOBJ", "BUILD")
+plain_kind("reduce through copyreg.__newobj_ex__", lambda: NewobjEx(), "NEWOBJ_EX")
 plain_kind("__reduce_ex__ that looks at the protocol", lambda: ReduceEx(), "REDUCE", "BUILD")
 plain_kind("copyreg dispatch table", lambda: [Registered(1), Registered([2])], "REDUCE")
 plain_kind("extension registry", lambda: [Extension1, Extension2, Extension4, Extension1(), extension_function],
-           "EXT1", "EXT2", "EXT4", protocol=2)
+           "EXT1", "EXT2", "EXT4")
 plain_kind("nested class", lambda: [Outer.Inner, Outer.Inner.Innermost, Outer.Inner()], "STACK_GLOBAL")
 plain_kind("list subclass", lambda: ListSubclass([1, 2]), "NEWOBJ", "APPENDS")
 plain_kind("dict subclass", lambda: DictSubclass(a=1), "NEWOBJ", "SETITEM")
@@ -672,7 +674,7 @@ plain_kind("subclasses of atoms",
 plain_kind("enum members", lambda: [Color.RED, Color.GREEN, Color.ALSO_RED, Level.LOW, Level.HIGH], "REDUCE")
 plain_kind("flags", lambda: [Permission.READ, Permission.READ | Permission.WRITE, Permission(0)], "REDUCE")
 plain_kind("enum class by reference", lambda: [Color, Level, re.RegexFlag.I])
-plain_kind("namedtuples", lambda: [Point(1), Point(2, [3]), LegacyPoint("x", "y")], "NEWOBJ", protocol=2)
+plain_kind("namedtuples", lambda: [Point(1), Point(2, [3]), LegacyPoint("x", "y")], "NEWOBJ")
 plain_kind("dataclasses", lambda: [Record("r", [1, 2]), FrozenRecord(1, Record("n"))], "BUILD")
 plain_kind("slotted dataclasses", lambda: [SlottedRecord(1), FrozenSlottedRecord(2, (3,))], "BUILD", protocol=2)
 plain_kind("dates and times", lambda: [
@@ -1104,13 +1106,10 @@ def array_method():
 @kind("function registered by value", plain=True, settles=True)
 def registered_by_value():
     name = "corpus_registered_module"
-    if name not in sys.modules:
-        module = types.ModuleType(name)
-        source = "LIMIT = [10]\ndef f(x): return g(x) + LIMIT[0]\ndef g(x): return x\nclass C:\n    k = LIMIT"
-        exec(source, module.__dict__)
-        sys.modules[name] = module
-        cloudpickle.register_pickle_by_value(module)
-    module = sys.modules[name]
+    module = sys.modules[name] = types.ModuleType(name)
+    source = "LIMIT = [10]\ndef f(x): return g(x) + LIMIT[0]\ndef g(x): return x\nclass C:\n    k = LIMIT"
+    exec(source, module.__dict__)
+    cloudpickle.register_pickle_by_value(module)
     return [module.f, module.C, module.C()]
 
 
@@ -1300,10 +1299,10 @@ def dynamic_enum_alias():
 @kind("dynamic slots", protocol=2, settles=True)
 def dynamic_slots():
     class Base:
-        __slots__ = ("a", "__hidden")  # noqa: RUF023
+        __slots__ = ("a",)
 
         def __init__(self):
-            self.a, self.__hidden = 1, 2
+            self.a = 1
 
     class Child(Base):
         __slots__ = "b"
@@ -1311,6 +1310,17 @@ def dynamic_slots():
     child = Child()
     child.b = [3]
     return [child, Base()]
+
+
+@kind("dynamic class with a private slot", protocol=2, loads=False)
+def dynamic_private_slot():
+    class Local:
+        __slots__ = ("__hidden",)
+
+        def __init__(self):
+            self.__hidden = 2
+
+    return Local()
 
 
 @kind("dynamic named tuple")
@@ -1657,8 +1667,7 @@ plain_kind("picklebuffer of a bytearray", lambda: [Chunk(bytearray(b"writable"))
            buffers=True)
 plain_kind("picklebuffer of one object twice", lambda: (lambda data: [Chunk(data), Chunk(data), data])(b"shared" * 9),
            "BINGET", buffers=True)
-plain_kind("picklebuffer of a memoryview", lambda: Chunk(memoryview(bytearray(300))[50:250]), buffers=True,
-           protocol=2)
+plain_kind("picklebuffer of a memoryview", lambda: Chunk(memoryview(bytearray(300))[50:250]), buffers=True)
 plain_kind("picklebuffer across a frame limit", lambda: ["before", Chunk(bytes(BIG)), "after"], "BINBYTES",
            buffers=True)
 kind("bare picklebuffer", protocol=5, plain=True, buffers=True)(lambda: pickle.PickleBuffer(b"bare"))
