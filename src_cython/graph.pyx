@@ -520,14 +520,14 @@ cdef class Graph:
 
         -1 if there is none. Used to read the atom or memo reference in front of a child.
         """
-        cdef uint64_t at = start
-        cdef uint64_t stop = end
+        cdef uint64_t at, stop
         cdef int64_t found = -1
         cdef const uint8_t* p
         cdef const uint8_t* limit = self.skeleton + self.skeleton_view.len
         cdef uint64_t size
         if not 0 <= start <= end <= self.nodes[0].end:
             raise IndexError(f"bytes {start} to {end} of {self.nodes[0].end}")
+        at, stop = start, end
         with nogil:
             p = self.skeleton + self.skeleton_offset(at)
             while at < stop and p < limit:
