@@ -6,10 +6,12 @@ the command line and `Report.from_dict` reads it back.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from decimal import Decimal
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 FORMAT = 1
 """Version of the dictionary that `Report.to_dict` makes; `Report.from_dict` refuses others."""
@@ -24,6 +26,45 @@ def format_size(size: float, *, exact: bool = False) -> str:
         value, unit = value / 1024, unit + 1
     text = f"{size:,.0f} B" if unit == 0 else f"{value:,.1f} {_UNITS[unit]}"
     return f"{text} ({size:,.0f} B)" if exact and unit else text
+
+
+_SIZE = re.compile(
+    r"((?:\d{1,3}(?:,\d{3})+|\d{1,30})(?:\.\d{0,30})?|\.\d{1,30})(e\+?\d{1,2})?\s*([a-z]{0,5})", re.ASCII
+)
+_MULTIPLIERS = {"": 1, "b": 1, "byte": 1, "bytes": 1} | {
+    letter + suffix: (1000 if suffix == "b" else 1024) ** power
+    for power, letter in enumerate("kmgtpe", start=1)
+    for suffix in ("", "i", "ib", "b")
+    if letter + suffix != "e"  # `1e` is a number cut short
+}
+_MAX_SIZE = 2**63 - 1
+
+
+def parse_size(text: str) -> int:
+    """``10MiB``, ``10 MB``, ``512k``, ``1.5G`` or ``1e6`` as a number of bytes.
+
+    ``MiB``, ``Mi`` and a bare ``M`` are binary (1024**2), ``MB`` is decimal (1000**2), as in GNU's tools; letter case
+    does not matter. ``ValueError`` for anything else, for a negative size and for 2**63 bytes or more.
+    """
+    match = _SIZE.fullmatch(text.strip().lower())
+    multiplier = _MULTIPLIERS.get(match[3]) if match else None
+    if match is None or multiplier is None:
+        shown = text if len(text) <= 40 else text[:39] + "…"
+        raise ValueError(f"{shown!r} is not a size: write 10MiB, 10 MB, 512k, 1e6 or a number of bytes")
+    size = Decimal(match[1].replace(",", "") + (match[2] or "")) * multiplier
+    if size > _MAX_SIZE:
+        raise ValueError(f"{text!r} is more than any payload: write 10MiB, 10 MB, 512k, 1e6 or a number of bytes")
+    return int(size)
+
+
+@dataclass(frozen=True, slots=True)
+class ViewOptions:
+    """Which part of the graph a report shows. What is left out stays in the totals, in ``[N more]`` rows."""
+
+    depth: int | None = None  # levels below the root; None: as analysis sees fit
+    top: int | None = None  # rows per parent; None: as analysis sees fit
+    sort: Literal["retained", "self", "subtree"] = "retained"  # order of the rows of one parent, biggest first
+    min_size: int | None = None  # rows whose sort size is below this many bytes go into the "[N more]" row
 
 
 @dataclass(frozen=True, slots=True)
