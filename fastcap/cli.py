@@ -73,7 +73,12 @@ def cli(ctx: click.Context) -> None:
 @click.option("--sort", type=click.Choice(["retained", "self", "subtree"]), help="Order of rows.  [default: retained]")
 @click.option("--min-size", type=_size, metavar="SIZE", help="Sum up rows smaller than this.")
 @click.option("--max-size", type=_size, metavar="SIZE", help="Exit with 1 if the payload is bigger.")
-@click.option("--flavor", type=click.Choice(FLAVORS), help="Which pickler, for objects.  [default: cloudpickle]")
+@click.option(
+    "--flavor",
+    type=click.Choice(FLAVORS),
+    metavar="NAME",
+    help=f"Whose pickler, for objects: {', '.join(FLAVORS)}.  [default: cloudpickle]",
+)
 @click.option("--protocol", type=click.IntRange(0, 5), metavar="N", help="Pickle protocol, for objects.")
 @click.option("--no-progress", is_flag=True, help="No progress bar on standard error.")
 @click.option("--traceback", "show_traceback", is_flag=True, help="If TARGET raises, show where.")

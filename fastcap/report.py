@@ -24,8 +24,9 @@ def format_size(size: float, *, exact: bool = False) -> str:
     value, unit = float(size), 0
     while abs(value) >= 1023.95 and unit < len(_UNITS) - 1:
         value, unit = value / 1024, unit + 1
-    text = f"{size:,.0f} B" if unit == 0 else f"{value:,.1f} {_UNITS[unit]}"
-    return f"{text} ({size:,.0f} B)" if exact and unit else text
+    whole = f"{size:,} B" if isinstance(size, int) else f"{size:,.0f} B"  # a float is exact up to 2**53 only
+    text = whole if unit == 0 else f"{value:,.1f} {_UNITS[unit]}"
+    return f"{text} ({whole})" if exact and unit else text
 
 
 _SIZE = re.compile(
@@ -224,11 +225,11 @@ class Report:
             "node_count": self.node_count,
             "pickle_count": self.pickle_count,
             "notes": list(self.notes),
-            "captures": [asdict(row) for row in self.captures],
-            "nodes": [asdict(row) for row in self.nodes],
-            "types": [asdict(row) for row in self.types],
-            "limits": [asdict(row) for row in self.limits],
-            "findings": [asdict(row) for row in self.findings],
+            "captures": [_plain(row) for row in self.captures],
+            "nodes": [_plain(row) for row in self.nodes],
+            "types": [_plain(row) for row in self.types],
+            "limits": [_plain(row) for row in self.limits],
+            "findings": [_plain(row) for row in self.findings],
         }
 
     @classmethod
@@ -259,6 +260,11 @@ class Report:
         except (KeyError, TypeError) as error:
             reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
             raise ValueError(f"a fastcap report of format {FORMAT} that is damaged: {reason}") from error
+
+
+def _plain(row: Any) -> dict[str, Any]:
+    """The fields of one row as JSON gives them back: lists for tuples."""
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(row).items()}
 
 
 def _is_size(value: object) -> bool:

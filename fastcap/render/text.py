@@ -177,9 +177,9 @@ class _Page:
         yield from self.title("Findings")
         for row in rows:
             style = _SEVERITY_STYLES.get(row.severity, "")
-            head = f"  {self.clean(row.severity, 20)} {self.clean(row.code, 20)}  "
+            head = f"  {self.fit(self.clean(row.severity), 8)} {self.fit(self.clean(row.code), 8)}  "
             size = f"  {format_size(row.size)}" if row.size else ""
-            path = self.fit(self.clean(row.path), self.width - cell_len(head) - len(size), middle=True)
+            path = self.fit(self.clean(row.path), self.width - cell_len(head) - cell_len(size), middle=True)
             yield [(head, style), (path, "cyan"), (size, "")]
             yield from self.wrap(self.clean(row.message, 2000), "", indent=4, hang=0)
             if row.replacement:
@@ -356,7 +356,11 @@ def _times(ratio: float) -> str:
 
 
 def _share(size: int, whole: int) -> str:
-    return f"{100 * size / whole:.1f} %" if whole else "0.0 %"
+    """A percentage that says 0 and 100 of nothing and of everything only."""
+    if size in (0, whole):
+        return "100.0 %" if size else "0.0 %"
+    share = 100 * size / whole
+    return "<0.1 %" if share < 0.05 else f"{min(share, 99.9):.1f} %"
 
 
 def _size(row: NodeRow, kind: str) -> int:
