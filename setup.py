@@ -20,14 +20,8 @@ MODES = {
     "release": {"compile": ["-O3", "-fno-strict-aliasing", "-fvisibility=hidden", "-DNDEBUG"], "link": []},
     "debug": {"compile": ["-O0", "-g3", "-UNDEBUG", "-DCYTHON_REFNANNY=1"], "link": []},
     "sanitize": {
-        "compile": [
-            "-O1",
-            "-g",
-            "-UNDEBUG",
-            "-fno-omit-frame-pointer",
-            "-fsanitize=address,undefined",
-            "-fno-sanitize-recover=undefined",
-        ],
+        "compile": ["-O1", "-g", "-UNDEBUG", "-fno-omit-frame-pointer", "-fsanitize=address,undefined",
+                    "-fno-sanitize-recover=undefined"],
         "link": ["-fsanitize=address,undefined"],
     },
 }

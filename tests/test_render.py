@@ -165,8 +165,9 @@ def random_tree(seed, count):
             while parent and rng.random() < 0.4:
                 parent = nodes[parent]["parent"]
             label = f"[{number}]"
-            nodes.append({**data["nodes"][2], "parent": parent, "depth": nodes[parent]["depth"] + 1,
-                          "path": nodes[parent]["path"] + label, "label": label, "self_size": rng.randrange(1000)})  # fmt: skip
+            above = nodes[parent]
+            place = {"parent": parent, "depth": above["depth"] + 1, "path": above["path"] + label, "label": label}
+            nodes.append({**data["nodes"][2], **place, "self_size": rng.randrange(1000)})
         data["nodes"] = nodes
         data["payload_size"] = sum(node["self_size"] for node in nodes) + data["overhead"]
 
