@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import gc
 import importlib
+import importlib.util
 import os
 import sys
 import traceback
@@ -90,6 +91,7 @@ def imported(target: Target) -> Iterator[Any]:
             module = _run_script(target.where)
         else:
             sys.path.insert(0, os.getcwd())
+            sys.argv = [target.where]
             module = _import_module(target.where)
         yield _look_up(module, target)
     finally:
@@ -141,7 +143,12 @@ def _is(value: object, text: str) -> bool:
 
 
 def _import_module(name: str) -> ModuleType:
+    top, dot, _ = name.partition(".")
     try:
+        # Without this, a misspelt script.pi:name would run script.py before it fails.
+        spec = importlib.util.find_spec(top) if dot else None
+        if spec is not None and spec.submodule_search_locations is None:
+            raise TargetError(f"no module named {name!r}: {top!r} is not a package{_suggest_script(name)}")
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is not None and f"{name}.".startswith(f"{error.name}."):
@@ -150,6 +157,8 @@ def _import_module(name: str) -> ModuleType:
                 "write package.module:name, or script.py:name for a file"
             ) from error
         raise UserCodeError(f"importing {name} failed: {locate_error(error)}") from error
+    except TargetError:
+        raise
     except (Exception, SystemExit) as error:
         raise UserCodeError(f"importing {name} failed: {locate_error(error)}") from error
 
@@ -178,9 +187,12 @@ def locate_error(error: BaseException, file: str | None = None) -> str:
     the import machinery.
     """
     if isinstance(error, SystemExit):
-        text = f"it called sys.exit({error.code!r})"
+        text = f"it called sys.exit with {error.code}"
     else:
-        text = "".join(traceback.format_exception_only(type(error), error)[-1:]).strip()
+        text = "".join(traceback.format_exception_only(type(error), error)[-1:])
+    text, *more = text.strip().splitlines() or [""]
+    if more:
+        text += " …"
     if isinstance(error, SyntaxError) and error.filename:
         return f"{text} ({_relative(error.filename)}:{error.lineno})"
     frames = [
@@ -252,6 +264,11 @@ def _suggest_files(folder: str) -> str:
     if not files:
         return "name a pickle file in it"
     return f"name a file in it, such as {os.path.join(folder, files[0])}"
+
+
+def _suggest_script(name: str) -> str:
+    close = get_close_matches(name, [entry for entry in os.listdir() if entry.endswith(".py")], n=1)
+    return f"; did you mean the script {close[0]}?" if close else ""
 
 
 def _explain_missing(path: str) -> str:

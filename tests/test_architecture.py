@@ -121,7 +121,7 @@ def loaded_by(statement):
 
 
 def test_import_loads_no_library():
-    """`import fastcap` costs its own modules and a few of the standard library's, nothing that takes noticeable time."""
+    """`import fastcap` costs its own modules and a few light ones of the standard library."""
     loaded = loaded_by("import fastcap")
     assert "fastcap" in loaded
     others = {name.partition(".")[0] for name in loaded} - {"fastcap"}
