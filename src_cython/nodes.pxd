@@ -1,8 +1,14 @@
 # The tables that a scan fills and a graph reads. Header only: structs and constants.
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
 
+cdef extern from *:
+    """
+    #include <stdint.h>
+    #define FASTCAP_NO_INDEX ((uint32_t)0xFFFFFFFFu)
+    """
+    const uint32_t NO_INDEX "FASTCAP_NO_INDEX"  # "none" in every uint32_t index below
+
 cdef enum:
-    NO_INDEX = 0xFFFFFFFF  # "none" in every uint32_t index below
     # `place` of a node or memo reference: what it is to its parent in the upper three bits, which one in the rest.
     ROLE_SHIFT = 29
     POSITION_MASK = (1 << 29) - 1
@@ -50,3 +56,7 @@ cdef struct Hole:
 cdef struct Overhead:
     uint64_t at       # bytes, net offset at which the overhead opcode stands
     uint64_t total    # bytes of overhead up to and including this opcode
+
+cdef inline bint is_call(uint8_t op) noexcept nogil:
+    """REDUCE, OBJ, NEWOBJ, NEWOBJ_EX: opcodes whose node remembers its callable in `arg`."""
+    return op == 82 or op == 111 or op == 129 or op == 146
