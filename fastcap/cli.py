@@ -164,7 +164,8 @@ def _analyze_object(target: Target, options: ViewOptions, flavor: str, protocol:
     # What the module prints is not part of the report.
     with redirect_stdout(sys.stderr), imported(target) as thing:
         try:
-            report = analyze(thing, name=target.name, protocol=protocol, flavor=flavor, options=options)
+            root = target.name.rpartition(".")[2]
+            report = analyze(thing, name=root, protocol=protocol, flavor=flavor, options=options)
             details = report.details  # while the objects and their modules are in place
         except FastcapError:
             raise
@@ -173,7 +174,7 @@ def _analyze_object(target: Target, options: ViewOptions, flavor: str, protocol:
     note = f"imported {target.where}"
     if target.kind == "script":
         note += ' as __main__, without what is under `if __name__ == "__main__":`'
-    return replace(report, notes=(*report.notes, note), make_details=lambda: details)
+    return replace(report, target=target.name, notes=(*report.notes, note), make_details=lambda: details)
 
 
 def _read_payload(target: Target, options: ViewOptions, view_options: Sequence[str], *, progress: bool) -> Report:
@@ -190,11 +191,11 @@ def _read_payload(target: Target, options: ViewOptions, view_options: Sequence[s
             return _read_report(file, target)
         from fastcap.analysis import scan
 
-        name = "<stdin>" if target.kind == "stdin" else os.path.basename(target.where)
         regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
-        with _progress_bar(name, wanted=progress) as advance:
+        with _progress_bar(str(target), wanted=progress) as advance:
             try:
-                return scan(target.where if regular else file, name=name, options=options, progress=advance)
+                report = scan(target.where if regular else file, options=options, progress=advance)
+                return replace(report, target=str(target))
             except PayloadError as error:
                 raise TargetError(f"{target} is not a pickle that can be read: {error}{_guess_kind(file)}") from error
 

@@ -14,9 +14,10 @@ PACKAGE = Path(fastcap.__file__).parent
 # Every module stands on a floor and imports only from floors below. Modules of one floor do not know each other.
 FLOORS = [
     {"errors"},
-    {"_native", "report", "paths", "inert"},
-    {"render", "pickling", "explain", "stores"},
-    {"findings", "render.text", "render.folded", "render.html"},
+    {"_native", "report", "paths"},
+    {"render", "pickling", "stores", "inert", "limits", "opening"},
+    {"explain", "render.text", "render.folded", "render.html"},
+    {"findings"},
     {"analysis"},
     {"targets", "editing", "record", "ray", "pytest_plugin"},
     {"cli"},
@@ -34,7 +35,7 @@ RESERVED = {
 }
 
 # Who may use the native core; what only shows reports must work without it.
-NATIVE_USERS = {"pickling", "analysis", "explain", "editing"}
+NATIVE_USERS = {"pickling", "analysis", "explain", "inert", "opening", "editing"}
 
 
 def module_name(path):
