@@ -40,13 +40,13 @@ lint: $(DEVELOPMENT)
 	$(BIN)/mypy
 
 # A copy of the package with checked modules, which the tests then import in place of the installed one. Python itself
-# is not instrumented: the sanitizer's library has to be loaded before it, and what the interpreter leaks is not ours.
+# is not instrumented: the libraries of the sanitizers have to be loaded before it, and what it leaks is not ours. A
+# sanitizer ends the process on its first finding and writes to the file descriptor, which pytest must not capture.
 sanitize: $(DEVELOPMENT)
-	FASTCAP_BUILD=sanitize $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps \
-		--no-build-isolation --target build/sanitized --upgrade .
+	FASTCAP_BUILD=sanitize $(PIP) --no-deps --target build/sanitized --upgrade .
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
 		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 PYTHONMALLOC=malloc \
-		PYTHONPATH=build/sanitized $(BIN)/pytest -o pythonpath=tests $(ARGS)
+		PYTHONPATH=build/sanitized $(BIN)/pytest --capture=sys -o pythonpath=tests $(ARGS)
 
 clean:
 	rm -rf build dist *.egg-info fastcap/_native/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
