@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from decimal import Decimal
 from functools import cached_property
 from typing import Any, Literal
@@ -24,8 +24,9 @@ def format_size(size: float, *, exact: bool = False) -> str:
     value, unit = float(size), 0
     while abs(value) >= 1023.95 and unit < len(_UNITS) - 1:
         value, unit = value / 1024, unit + 1
-    text = f"{size:,.0f} B" if unit == 0 else f"{value:,.1f} {_UNITS[unit]}"
-    return f"{text} ({size:,.0f} B)" if exact and unit else text
+    whole = f"{size:,} B" if isinstance(size, int) else f"{size:,.0f} B"  # a float is exact up to 2**53 only
+    text = whole if unit == 0 else f"{value:,.1f} {_UNITS[unit]}"
+    return f"{text} ({whole})" if exact and unit else text
 
 
 _SIZE = re.compile(
@@ -224,25 +225,25 @@ class Report:
             "node_count": self.node_count,
             "pickle_count": self.pickle_count,
             "notes": list(self.notes),
-            "captures": [asdict(row) for row in self.captures],
-            "nodes": [asdict(row) for row in self.nodes],
-            "types": [asdict(row) for row in self.types],
-            "limits": [asdict(row) for row in self.limits],
-            "findings": [asdict(row) for row in self.findings],
+            "captures": [_plain(row) for row in self.captures],
+            "nodes": [_plain(row) for row in self.nodes],
+            "types": [_plain(row) for row in self.types],
+            "limits": [_plain(row) for row in self.limits],
+            "findings": [_plain(row) for row in self.findings],
         }
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Report:
         """The report that ``to_dict`` described; ``ValueError`` says what is missing or of another format."""
-        found = data.get("format") if isinstance(data, dict) else None
-        if found != FORMAT:
-            raise ValueError(f"not a fastcap report of format {FORMAT}: its 'format' is {found!r}")
+        if not isinstance(data, dict):
+            raise ValueError(f"not a fastcap report: it is a {type(data).__name__}, not a dict")
+        if data.get("format") != FORMAT:
+            raise ValueError(f"not a fastcap report of format {FORMAT}: its 'format' is {data.get('format')!r}")
 
-        def rows(key: str, row: Callable[..., Any]) -> tuple[Any, ...]:
-            return tuple(
-                row(**{name: tuple(value) if name == "shared_by" else value for name, value in item.items()})
-                for item in data[key]
-            )
+        def rows(key: str, row: type[Any]) -> tuple[Any, ...]:
+            if not isinstance(data[key], (list, tuple)):
+                raise TypeError(f"{key} is no list")
+            return tuple(row(**_checked(row, item, f"{key}[{number}]")) for number, item in enumerate(data[key]))
 
         try:
             details = Details(
@@ -252,19 +253,59 @@ class Report:
                 rows("limits", Limit),
                 rows("findings", Finding),
             )
-            return cls(
-                target=data["target"],
-                type=data["type"],
-                what=data["what"],
-                payload_size=data["payload_size"],
-                stream_size=data["stream_size"],
-                buffer_size=data["buffer_size"],
-                overhead=data["overhead"],
-                protocol=data["protocol"],
-                node_count=data["node_count"],
-                pickle_count=data["pickle_count"],
-                notes=tuple(data["notes"]),
-                make_details=lambda: details,
-            )
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"a fastcap report of format {FORMAT} that is damaged: {error}") from error
+            for number, node in enumerate(details.nodes):
+                _check_place(details.nodes, number, node)
+            top = {name: value for name, value in data.items() if name != "format" and not hasattr(Details, name)}
+            return cls(**_checked(cls, top, "the report"), make_details=lambda: details)
+        except (KeyError, TypeError) as error:
+            reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+            raise ValueError(f"a fastcap report of format {FORMAT} that is damaged: {reason}") from error
+
+
+def _plain(row: Any) -> dict[str, Any]:
+    """The fields of one row as JSON gives them back: lists for tuples."""
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(row).items()}
+
+
+def _is_size(value: object) -> bool:
+    return type(value) is int and 0 <= value <= _MAX_SIZE
+
+
+def _are_texts(value: object) -> bool:
+    return isinstance(value, (list, tuple)) and all(type(item) is str for item in value)
+
+
+_CHECKS: dict[str, Callable[[Any], bool]] = {  # by the annotation of a field
+    "str": lambda value: type(value) is str,
+    "str | None": lambda value: value is None or type(value) is str,
+    "int": _is_size,
+    "int | None": lambda value: value is None or _is_size(value),
+    "float": lambda value: type(value) in (int, float),
+    "bool": lambda value: type(value) is bool,
+    "tuple[str, ...]": _are_texts,
+}
+
+
+def _checked(row: type[Any], item: Any, place: str) -> dict[str, Any]:
+    """The fields of one row, each of the type that ``row`` declares for it; ``TypeError`` if one is not."""
+    if not isinstance(item, dict):
+        raise TypeError(f"{place} is no dict")
+    declared = {each.name: str(each.type) for each in fields(row)}
+    checked = {}
+    for name, value in item.items():
+        if name not in declared or declared[name] not in _CHECKS:
+            raise TypeError(f"{place} has an unknown field {name!r}")
+        if not _CHECKS[declared[name]](value):
+            raise TypeError(f"{place}: {name!r} is not of type {declared[name]}")
+        checked[name] = tuple(value) if declared[name].startswith("tuple") else value
+    return checked
+
+
+def _check_place(nodes: tuple[NodeRow, ...], number: int, node: NodeRow) -> None:
+    """Rows come in preorder: a parent stands before its children and one level higher."""
+    if number == 0 or node.parent is None:
+        right = number == 0 and node.parent is None and node.depth == 0
+    else:
+        right = node.parent < number and node.depth == nodes[node.parent].depth + 1
+    if not right:
+        raise TypeError(f"nodes[{number}] is not below its parent")

@@ -8,6 +8,7 @@ descendant, never to a node further right. Lengauer and Tarjan's algorithm there
 
 from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytes cimport PyBytes_FromStringAndSize
+cimport cython
 from cpython.mem cimport PyMem_RawFree, PyMem_RawMalloc
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memchr, memcpy, memset
@@ -55,6 +56,7 @@ class Edge(NamedTuple):
     is_reference: bool
 
 
+@cython.final
 cdef class Graph:
     """Array of the nodes of one payload, in stream order; node 0 is the root.
 
@@ -77,6 +79,8 @@ cdef class Graph:
     cdef uint64_t* buffered             # owned; bytes of the buffers inside each subtree; NULL if there are no buffers
     cdef uint32_t* first_in             # owned; node -> where its referrers begin in `incoming`; n + 1 entries, or NULL
     cdef uint32_t* incoming             # owned; reference numbers grouped by target
+    cdef uint32_t* first_out            # owned; node -> where its own references begin in `outgoing`; likewise
+    cdef uint32_t* outgoing             # owned; reference numbers grouped by source
     cdef uint32_t* idom                 # owned; immediate dominators; NULL until asked for
     cdef uint64_t* retained             # owned; bytes; NULL until asked for
     cdef readonly object stream_size    # bytes of the stream
@@ -137,6 +141,8 @@ cdef class Graph:
         PyMem_RawFree(self.buffered)
         PyMem_RawFree(self.first_in)
         PyMem_RawFree(self.incoming)
+        PyMem_RawFree(self.first_out)
+        PyMem_RawFree(self.outgoing)
         PyMem_RawFree(self.idom)
         PyMem_RawFree(self.retained)
 
@@ -188,8 +194,7 @@ cdef class Graph:
             raise ValueError(f"node {bad} of {self.n} does not fit into the tree: {self.nodes[bad]}")
         with nogil:
             for i in range(self.ref_count):
-                if (self.refs[i].source >= self.n or self.refs[i].target >= self.n
-                        or (i and self.refs[i].source < self.refs[i - 1].source)):
+                if self.refs[i].source >= self.n or self.refs[i].target >= self.n:
                     bad = i
                     break
         if bad != NO_INDEX:
@@ -222,34 +227,40 @@ cdef class Graph:
         return size
 
     cdef int need_incoming(self) except -1:
-        """Group the references by target (counting sort); within one target they keep the order of their sources."""
-        cdef uint32_t* first
-        cdef uint32_t* grouped
-        cdef uint32_t i, target
-        if self.first_in != NULL:
-            return 0
-        first = <uint32_t*>allocate((<size_t>self.n + 2) * sizeof(uint32_t))
-        grouped = <uint32_t*>PyMem_RawMalloc((<size_t>self.ref_count + 1) * sizeof(uint32_t))
+        if self.first_in == NULL:
+            self.group(False, &self.first_in, &self.incoming)
+        return 0
+
+    cdef int need_outgoing(self) except -1:
+        if self.first_out == NULL:
+            self.group(True, &self.first_out, &self.outgoing)
+        return 0
+
+    cdef int group(self, bint by_source, uint32_t** first_slot, uint32_t** grouped_slot) except -1:
+        """Group the references by source or by target (counting sort); a group keeps their order."""
+        cdef uint32_t* first = <uint32_t*>allocate((<size_t>self.n + 2) * sizeof(uint32_t))
+        cdef uint32_t* grouped = <uint32_t*>PyMem_RawMalloc((<size_t>self.ref_count + 1) * sizeof(uint32_t))
+        cdef uint32_t i, end
         if grouped == NULL:
             PyMem_RawFree(first)
             raise MemoryError()
         with nogil:
-            # first[t + 2] counts, then becomes where t + 1 begins; filling t moves first[t + 1] to where t ends
+            # first[e + 2] counts, then becomes where e + 1 begins; filling group e moves first[e + 1] to where it ends
             memset(first, 0, (<size_t>self.n + 2) * sizeof(uint32_t))
             for i in range(self.ref_count):
-                first[self.refs[i].target + 2] += 1
+                first[(self.refs[i].source if by_source else self.refs[i].target) + 2] += 1
             for i in range(2, self.n + 2):
                 first[i] += first[i - 1]
             for i in range(self.ref_count):
-                target = self.refs[i].target
-                grouped[first[target + 1]] = i
-                first[target + 1] += 1
-        if self.first_in != NULL:  # another thread was faster while the GIL was released
+                end = (self.refs[i].source if by_source else self.refs[i].target) + 1
+                grouped[first[end]] = i
+                first[end] += 1
+        if first_slot[0] != NULL:  # another thread was faster while the GIL was released
             PyMem_RawFree(first)
             PyMem_RawFree(grouped)
             return 0
-        self.first_in = first
-        self.incoming = grouped
+        grouped_slot[0] = grouped
+        first_slot[0] = first
         return 0
 
     cdef int need_dominators(self) except -1:
@@ -336,17 +347,19 @@ cdef class Graph:
         cdef uint32_t i = self.index(number)
         cdef uint32_t child = i + 1
         cdef uint32_t end = i + self.nodes[i].count
-        cdef uint32_t ref = self.ref_count
+        cdef uint32_t ref = 0
+        cdef uint32_t ref_end = 0
         cdef uint64_t least = min_size
         cdef Py_ssize_t most = limit
         cdef list result = []
         cdef const Ref* edge
         if references:
-            ref = self.first_ref(i)
+            self.need_outgoing()
+            ref, ref_end = self.first_out[i], self.first_out[i + 1]
         while most < 0 or len(result) < most:
             while child < end and self.subtree_size(child) < least:
                 child += self.nodes[child].count
-            edge = &self.refs[ref] if ref < self.ref_count and self.refs[ref].source == i else NULL
+            edge = &self.refs[self.outgoing[ref]] if ref < ref_end else NULL
             if child < end and (edge == NULL or self.nodes[child].place <= edge.place):
                 result.append(Edge(self.nodes[child].place >> ROLE_SHIFT, self.nodes[child].place & POSITION_MASK,
                                    child, False))
@@ -357,19 +370,6 @@ cdef class Graph:
             else:
                 break
         return result
-
-    cdef uint32_t first_ref(self, uint32_t source) noexcept:
-        """Number of the first reference whose source is not before `source`."""
-        cdef uint32_t low = 0
-        cdef uint32_t high = self.ref_count
-        cdef uint32_t middle
-        while low < high:
-            middle = low + (high - low) // 2
-            if self.refs[middle].source < source:
-                low = middle + 1
-            else:
-                high = middle
-        return low
 
     def next_sibling(self, number):
         """The next node with the same parent, -1 if there is none."""
@@ -520,14 +520,14 @@ cdef class Graph:
 
         -1 if there is none. Used to read the atom or memo reference in front of a child.
         """
-        cdef uint64_t at = start
-        cdef uint64_t stop = end
+        cdef uint64_t at, stop
         cdef int64_t found = -1
         cdef const uint8_t* p
         cdef const uint8_t* limit = self.skeleton + self.skeleton_view.len
         cdef uint64_t size
         if not 0 <= start <= end <= self.nodes[0].end:
             raise IndexError(f"bytes {start} to {end} of {self.nodes[0].end}")
+        at, stop = start, end
         with nogil:
             p = self.skeleton + self.skeleton_offset(at)
             while at < stop and p < limit:

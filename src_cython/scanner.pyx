@@ -8,8 +8,8 @@ the opcode ends. Spans therefore nest, and the tree of spans is the tree of what
 Ints, floats, None, booleans and empty tuples never get a node: their bytes fold into the node that consumes them.
 """
 
-from cpython.buffer cimport PyBUF_CONTIG_RO, PyBUF_FORMAT, PyBUF_ND, PyBUF_SIMPLE, PyBUF_WRITABLE
-from cpython.buffer cimport PyBuffer_FillInfo, PyBuffer_Release, PyObject_GetBuffer
+cimport cython
+from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_FillInfo, PyBuffer_Release, PyObject_GetBuffer
 from cpython.mem cimport PyMem_RawFree, PyMem_RawMalloc, PyMem_RawRealloc
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memchr, memcpy, memset
@@ -38,13 +38,30 @@ cdef enum:
 cdef struct Item:
     uint64_t start  # bytes, net offset where the value begins
     uint32_t id     # see Tag
-    uint8_t tag     # Tag
-    uint8_t op      # opcode that pushed it
+    uint32_t what   # Tag | opcode that pushed it << 8
 
 cdef struct Mark:
     uint64_t start    # bytes, net offset of the MARK
     uint32_t depth    # stack depth below which nothing may be popped until the mark is
     uint32_t orphans  # discarded nodes that wait for an owner: a ring, see `join`
+
+cdef struct Lane:             # the fast lane's copies of what the scanner's attributes say; see `enter`
+    uint64_t room             # opcodes that may run before the stack or the nodes might be full; 0 unless inside a
+                              # pickle of protocol 2 or more with nothing discarded
+    Node* nodes               # borrowed, like all pointers here
+    uint32_t node_count
+    Item* top                 # one past the topmost item
+    Item* fence               # lowest item that may be popped
+    Mark* mark                # one past the topmost mark
+    Mark* mark_end            # one past the last for which there is memory
+    uint32_t* memo
+    uint32_t memo_capacity    # entries
+    uint32_t memoized
+    Ref* ref                  # one past the last reference
+    uint64_t ref_room         # references for which there is memory
+
+cdef enum:
+    LONGEST_HEADER = 9  # opcode and 8-byte length
 
 cdef uint64_t LARGEST_CLAIM = 1ULL << 62  # bytes; a longer argument cannot exist and would overflow offsets
 
@@ -52,6 +69,24 @@ cdef OpInfo OPS[256]
 fill_op_table(OPS)
 
 
+cdef enum:
+    # Freed blocks kept for the next scan. First use of a page costs more than all that a scan does with it (0.3 to 1.5 us
+    # per 4 KiB, where an opcode takes 4 ns), so that scanning into fresh memory takes two to three times as long.
+    CACHED_BLOCKS = 6
+    SMALLEST_CACHED = 1 << 18  # bytes
+    LARGEST_CACHED = 1 << 26   # bytes, all cached blocks together
+    # What may be reserved ahead for a chunk, in bytes of the chunk. Memory that is never written is never made real.
+    LARGEST_FORESEEN = 1 << 24
+
+cdef struct Chunk:
+    char* data            # owned; NULL if the slot is free
+    Py_ssize_t capacity   # bytes; 0 if the slot is free
+
+cdef Chunk CACHE[CACHED_BLOCKS]  # guarded by the GIL
+memset(CACHE, 0, sizeof(CACHE))
+
+
+@cython.final
 cdef class Block:
     """Memory that the scanner filled, lent to others through the buffer protocol (unsigned bytes, read-only)."""
 
@@ -65,6 +100,30 @@ cdef class Block:
         self.capacity = 0
 
     def __dealloc__(self):
+        cdef Py_ssize_t total
+        cdef int i, smallest
+        if SMALLEST_CACHED <= self.capacity <= LARGEST_CACHED:
+            # keep it in place of smaller ones
+            while True:
+                smallest = 0
+                total = self.capacity
+                for i in range(CACHED_BLOCKS):
+                    total += CACHE[i].capacity
+                    if CACHE[i].capacity < CACHE[smallest].capacity:
+                        smallest = i
+                if CACHE[smallest].capacity == 0 and total <= LARGEST_CACHED:
+                    CACHE[smallest].data = self.data
+                    CACHE[smallest].capacity = self.capacity
+                    return
+                smallest = -1
+                for i in range(CACHED_BLOCKS):
+                    if CACHE[i].capacity and (smallest < 0 or CACHE[i].capacity < CACHE[smallest].capacity):
+                        smallest = i
+                if CACHE[smallest].capacity >= self.capacity:
+                    break
+                PyMem_RawFree(CACHE[smallest].data)
+                CACHE[smallest].data = NULL
+                CACHE[smallest].capacity = 0
         PyMem_RawFree(self.data)
 
     def __len__(self):
@@ -78,10 +137,26 @@ cdef class Block:
         """Make room for `more` further bytes. May move the data."""
         cdef Py_ssize_t wanted = self.size + more
         cdef Py_ssize_t capacity
+        cdef int i, best = -1
         cdef char* data
         if wanted <= self.capacity:
             return 0
-        capacity = max(wanted, self.capacity + (self.capacity >> 1), 4096)
+        if wanted >= SMALLEST_CACHED:
+            for i in range(CACHED_BLOCKS):
+                if CACHE[i].data != NULL and CACHE[i].capacity >= wanted \
+                        and (best < 0 or CACHE[i].capacity < CACHE[best].capacity):
+                    best = i
+            if best >= 0:
+                data = CACHE[best].data
+                capacity = CACHE[best].capacity
+                CACHE[best].data = NULL
+                CACHE[best].capacity = 0
+                memcpy(data, self.data, self.size)
+                PyMem_RawFree(self.data)
+                self.data = data
+                self.capacity = capacity
+                return 0
+        capacity = max(wanted, self.capacity * 2, 4096)
         data = <char*>PyMem_RawRealloc(self.data, capacity)
         if data == NULL:
             raise MemoryError()
@@ -89,21 +164,12 @@ cdef class Block:
         self.capacity = capacity
         return 0
 
-    cdef void shrink(self) noexcept:
-        """Give back what is not in use; a failure to shrink is harmless."""
-        cdef char* data
-        if 0 < self.size < self.capacity:
-            data = <char*>PyMem_RawRealloc(self.data, self.size)
-            if data != NULL:
-                self.data = data
-                self.capacity = self.size
-
 
 class Tables(NamedTuple):
     """What a scan found, for `fastcap._native.graph.Graph`. The first five are buffers of the structs in nodes.pxd."""
 
     nodes: object            # Node, in preorder
-    references: object       # Ref, sorted by source
+    references: object       # Ref, those of one source in the order of the stream
     skeleton: object         # the stream's bytes without overhead and without long arguments
     holes: object            # Hole
     overheads: object        # Overhead
@@ -111,9 +177,11 @@ class Tables(NamedTuple):
     stream_size: int         # bytes
     protocol: int
     pickle_count: int
+    memo_missed: bool        # a further pickle refers to a memo entry it does not set: try ``shared_memo``
     tail: str                # why the bytes after the last pickle are no pickle; "" if there are none
 
 
+@cython.final
 cdef class Scanner:
     """A file-like object that a pickle stream is written to, in chunks of any size; `finish` returns its `Tables`.
 
@@ -121,14 +189,16 @@ cdef class Scanner:
     be announced with `add_buffer`. With ``max_nodes``, a stream with more nodes than that is refused.
 
     `write` raises `fastcap.PayloadError` where the bytes are not a pickle stream; after that the scanner is unusable.
-    Several pickles may follow one another. What comes after a complete pickle and is not another one is kept as raw
-    bytes, as torch's legacy files have it, and `Tables.tail` says why it is not a pickle.
+    Several pickles may follow one another; with ``shared_memo`` they were written by one pickler that kept its memo.
+    What comes after a complete pickle and is not another one is kept as raw bytes, as torch's legacy files have it, and
+    `Tables.tail` says why it is not a pickle.
     """
 
     cdef Block nodes, refs, skeleton, holes, overheads
     cdef uint32_t node_count, ref_count, max_nodes
+    cdef bint shared_memo       # the memo lives on from pickle to pickle
+    cdef bint memo_missed       # a pickle that is not the first one refers to a memo entry it has not set
     cdef bint nodes_sorted      # created in preorder so far
-    cdef bint refs_sorted       # created in order of their sources so far
     cdef Item* stack            # owned
     cdef Py_ssize_t depth, stack_capacity
     cdef Mark* marks            # owned
@@ -162,7 +232,7 @@ cdef class Scanner:
     cdef Py_ssize_t safe_skeleton, safe_holes, safe_overheads
     cdef uint64_t safe_net, safe_overhead
 
-    def __init__(self, buffer_sizes=None, *, max_nodes=0xFFFFFFFE):
+    def __init__(self, buffer_sizes=None, *, max_nodes=0xFFFFFFFE, shared_memo=False):
         if self.nodes is not None:
             raise TypeError("Scanner.__init__ may be called only once")
         self.nodes, self.refs, self.skeleton, self.holes, self.overheads, self.carry = (
@@ -171,7 +241,8 @@ cdef class Scanner:
         for size in buffer_sizes or ():
             self.add_buffer(size)
         self.max_nodes = min(max_nodes, 0xFFFFFFFE)
-        self.nodes_sorted = self.refs_sorted = True
+        self.shared_memo = shared_memo
+        self.nodes_sorted = True
         self.bottom_orphans = self.discarded = NO_INDEX
         self.roots = []
         self.tail = ""
@@ -274,16 +345,11 @@ cdef class Scanner:
         self.marks = NULL
         self.memo = NULL
         self.sparse_memo = None
-        self.nodes.shrink()
         if not self.nodes_sorted or root != 0:
             self.sort_nodes(root)
         self.count_subtrees()
-        if not self.refs_sorted:
-            self.sort_refs()
-        for block in (self.refs, self.skeleton, self.holes, self.overheads):
-            (<Block>block).shrink()
         return Tables(self.nodes, self.refs, self.skeleton, self.holes, self.overheads, self.buffer_sizes,
-                      self.taken, max(self.protocol, self.implied), len(self.roots), self.tail)
+                      self.taken, max(self.protocol, self.implied), len(self.roots), self.memo_missed, self.tail)
 
     # ---- chunks -----------------------------------------------------------------------------------------------------
 
@@ -292,6 +358,12 @@ cdef class Scanner:
         cdef const uint8_t* newline
         cdef Py_ssize_t n, need
         cdef uint64_t taken
+        if size >= SMALLEST_CACHED and not self.pending_bytes:
+            # a dense stream has about one node and one reference for 20 of its bytes
+            n = min(size, LARGEST_FORESEEN)
+            self.skeleton.reserve(n)
+            self.nodes.reserve(n // 20 * sizeof(Node))
+            self.refs.reserve(n // 20 * sizeof(Ref))
         while p < end:
             if self.tail:
                 self.taken += end - p
@@ -410,15 +482,7 @@ cdef class Scanner:
         if index >= self.max_nodes:
             self.fail(f"the stream has more than {self.max_nodes:,} nodes", start + self.overhead)
         node = <Node*>self.nodes.data + index
-        node.start = start
-        node.end = end
-        node.parent = NO_INDEX
-        node.count = 0  # while scanning: items and pairs so far; once discarded, see `join`
-        node.place = 0
-        node.arg = 0
-        node.memo = NO_INDEX
-        node.op = op
-        node.flags = 0
+        fill_node(node, op, start, end)
         self.nodes.size += sizeof(Node)
         self.node_count = index + 1
         return index
@@ -447,8 +511,6 @@ cdef class Scanner:
         if self.ref_count == NO_INDEX - 1:
             self.fail("the stream has more than 4 billion memo references", self.taken)
         ref = <Ref*>self.refs.data + self.ref_count
-        if self.ref_count and (ref - 1).source > source:
-            self.refs_sorted = False
         ref.source = source
         ref.target = target
         ref.place = place
@@ -458,9 +520,9 @@ cdef class Scanner:
 
     cdef inline int attach(self, uint32_t parent, Item* item, uint32_t place) except -1:
         """Make a stack item part of `parent`."""
-        if item.tag == TAG_NODE:
+        if item.what & 0xFF == TAG_NODE:
             self.adopt(parent, item.id, place)
-        elif item.tag == TAG_REF:
+        elif item.what & 0xFF == TAG_REF:
             self.add_ref(parent, item.id, place)
         return 0
 
@@ -477,8 +539,7 @@ cdef class Scanner:
         item = self.stack + self.depth
         item.start = start
         item.id = id
-        item.tag = tag
-        item.op = op
+        item.what = tag | <uint32_t>op << 8
         self.depth += 1
         return 0
 
@@ -514,17 +575,17 @@ cdef class Scanner:
         cdef uint32_t target = item.id
         cdef uint32_t index
         cdef Node* node
-        if item.tag == TAG_NODE:
+        if item.what & 0xFF == TAG_NODE:
             return item.id
-        index = self.new_node(item.op, item.start, end)
+        index = self.new_node(<uint8_t>(item.what >> 8), item.start, end)
         if index and (<Node*>self.nodes.data)[index - 1].start >= item.start:
             self.nodes_sorted = False
-        if item.tag == TAG_REF:
+        if item.what & 0xFF == TAG_REF:
             node = <Node*>self.nodes.data + index
             node.flags = FLAG_ALIAS
             node.arg = target
             self.add_ref(index, target, place_of(ROLE_OPERAND, 0))
-        item.tag = TAG_NODE
+        item.what = item.what & 0xFF00 | TAG_NODE
         item.id = index
         return index
 
@@ -537,7 +598,7 @@ cdef class Scanner:
         if self.depth <= self.fence:
             self.fail("a memo opcode with nothing to memoize", at)
         top = self.stack + self.depth - 1
-        if top.tag == TAG_REF:
+        if top.what & 0xFF == TAG_REF:
             node = top.id
         else:
             node = self.promote(top, end)
@@ -584,6 +645,7 @@ cdef class Scanner:
         elif self.sparse_memo is not None:
             node = self.sparse_memo.get(index, NO_INDEX)
         if node == NO_INDEX:
+            self.memo_missed = len(self.roots) > 0
             self.fail(f"memo entry {index} is used before it is set", at)
         if self.discarding:
             self.push(TAG_REF, op, node, self.discard_start)
@@ -613,7 +675,7 @@ cdef class Scanner:
         return ring
 
     cdef void discard(self, Item* item) noexcept:
-        if item.tag == TAG_NODE:
+        if item.what & 0xFF == TAG_NODE:
             (<Node*>self.nodes.data)[item.id].count = item.id
             self.discarded = self.join(self.discarded, item.id)
         self.discarding = True
@@ -634,7 +696,7 @@ cdef class Scanner:
         self.discarding = False
         self.discarded = NO_INDEX
         if self.depth > self.fence:
-            if ring != NO_INDEX or self.stack[self.depth - 1].tag == TAG_NODE:
+            if ring != NO_INDEX or self.stack[self.depth - 1].what & 0xFF == TAG_NODE:
                 owner = self.promote(self.stack + self.depth - 1, net)
                 (<Node*>self.nodes.data)[owner].end = net
                 self.adopt_ring(owner, ring)
@@ -675,7 +737,7 @@ cdef class Scanner:
         """`compose` for a call: the node remembers its callable, the item at `base`."""
         cdef Item callee = self.stack[base]
         cdef uint32_t index = self.compose(op, base, start, end)
-        (<Node*>self.nodes.data)[index].arg = NO_INDEX if callee.tag == TAG_ATOM else callee.id
+        (<Node*>self.nodes.data)[index].arg = NO_INDEX if callee.what & 0xFF == TAG_ATOM else callee.id
         return 0
 
     cdef inline int extend(self, Py_ssize_t base, uint32_t role, uint64_t end, uint64_t at) except -1:
@@ -733,16 +795,20 @@ cdef class Scanner:
         node.end = net
         self.depth = self.mark_count = self.fence = 0
         self.bottom_orphans = NO_INDEX
-        for i in range(self.memo_used):
-            self.memo[i] = NO_INDEX
-        self.memo_used = 0
-        self.memoized = 0
-        self.sparse_memo = None
+        if not self.shared_memo:
+            for i in range(self.memo_used):
+                self.memo[i] = NO_INDEX
+            self.memo_used = 0
+            self.memoized = 0
+            self.sparse_memo = None
         self.inside = False
         self.roots.append(root)
         return 0
 
     # ---- the opcodes ------------------------------------------------------------------------------------------------
+    # `consume` finds where each opcode ends and runs it, in one of two ways. The fast lane keeps the tables' ends in local
+    # variables and handles the dozen opcodes that make up nearly all of a stream, in their usual case; whatever it does
+    # not take (first occurrences, errors, anything odd) goes to `execute`, which knows every opcode and every case.
 
     cdef Py_ssize_t consume(self, const uint8_t* data, Py_ssize_t size) except -1:
         """Run the opcodes of data[:size]; returns how many bytes were taken. Stops in front of an incomplete opcode.
@@ -752,230 +818,382 @@ cdef class Scanner:
         cdef const uint8_t* p = data
         cdef const uint8_t* end = data + size
         cdef const uint8_t* kept_to = data  # the skeleton has everything before this
-        cdef const uint8_t* q               # one past the opcode's header and, if it is here, its argument
-        cdef const uint8_t* line
-        cdef uint64_t net, after, at, n, kept, rest
-        cdef uint64_t shift = self.taken - self.overhead  # net offset of data[0]
-        cdef uint32_t index, callee
+        cdef const uint8_t* q               # one past the opcode and as much of its argument as is here
+        cdef uint64_t shift = self.taken - self.overhead - <uint64_t>data  # net offset of p is shift + p
+        cdef uint64_t net, after, n, kept, here
         cdef uint8_t op
         cdef OpInfo* info
+        cdef const uint8_t* lane_end = end - LONGEST_HEADER  # before this, every header is here whole
+        # the fast lane's copies of the tables' ends, see `enter`; those changed at every opcode as plain variables
+        cdef Lane lane
         cdef Item* top
-        cdef int i
+        cdef uint64_t room
+        cdef uint32_t node_count
+        cdef Item* item
+        cdef Node* node
+        cdef Ref* ref
+        cdef uint32_t index, place, step
+        self.enter(&lane)
+        top, room, node_count = lane.top, lane.room, lane.node_count
         while p < end:
             op = p[0]
             info = &OPS[op]
-            net = shift + <uint64_t>(p - data)
-            at = self.taken + <uint64_t>(p - data)
-            n = 0
-            rest = 0
             q = p + info.header
-            if q > end and info.kind != ARG_INVALID:
-                break
+            net = shift + <uint64_t>p
+            if room and p < lane_end:
+                room -= 1
+                if info.lane == LANE_ATOM:
+                    top.start = net
+                    top.what = TAG_ATOM | <uint32_t>op << 8
+                    top += 1
+                    p = q
+                    continue
+                if info.lane == LANE_GET:
+                    index = p[1] if op == OP_BINGET else read_u32(p + 1)
+                    if index < lane.memo_capacity:
+                        index = lane.memo[index]
+                        if index != NO_INDEX:
+                            top.start = net
+                            top.id = index
+                            top.what = TAG_REF | <uint32_t>op << 8
+                            top += 1
+                            p = q
+                            continue
+                elif info.lane == LANE_LEAF or info.lane == LANE_EMPTY:
+                    n = 0
+                    if info.lane == LANE_LEAF:
+                        n = p[1] if info.kind == ARG_COUNT1 else read_u32(p + 1)
+                    if n <= WHOLE_KEPT and n <= <uint64_t>(end - q) and node_count < self.max_nodes:
+                        q += n
+                        fill_node(lane.nodes + node_count, op, net, shift + <uint64_t>q)
+                        top.start = net
+                        top.id = node_count
+                        top.what = TAG_NODE | <uint32_t>op << 8
+                        top += 1
+                        node_count += 1
+                        p = q
+                        continue
+                elif info.lane == LANE_MEMOIZE:
+                    item = top - 1
+                    if item >= lane.fence and item.what & 0xFF == TAG_NODE and lane.memoized < lane.memo_capacity \
+                            and lane.memo[lane.memoized] == NO_INDEX:
+                        node = lane.nodes + item.id
+                        node.end = shift + <uint64_t>q
+                        node.memo = lane.memoized
+                        lane.memo[lane.memoized] = item.id
+                        lane.memoized += 1
+                        p = q
+                        continue
+                elif info.lane == LANE_MARK:
+                    if lane.mark < lane.mark_end:
+                        lane.mark.start = net
+                        lane.mark.depth = <uint32_t>(top - self.stack)
+                        lane.mark.orphans = NO_INDEX
+                        lane.mark += 1
+                        lane.fence = top
+                        p = q
+                        continue
+                elif info.lane == LANE_EXTEND and lane.mark > self.marks:
+                    # APPENDS or SETITEMS; the usual case is a list or dict right below its mark
+                    item = lane.fence - 1
+                    n = <uint64_t>(top - lane.fence)
+                    step = 2 if op == OP_SETITEMS else 1
+                    if (lane.mark - 1).orphans == NO_INDEX \
+                            and item >= self.stack + ((lane.mark - 2).depth if lane.mark - 1 > self.marks else 0) \
+                            and item.what & 0xFF == TAG_NODE and is_container(<uint8_t>(item.what >> 8)) \
+                            and n <= lane.ref_room and lane.nodes[item.id].arg < POSITION_MASK >> 2 \
+                            and (step == 1 or not n & 1):
+                        index = item.id
+                        node = lane.nodes + index
+                        node.end = shift + <uint64_t>q
+                        place = place_of(ROLE_PAIR if step == 2 else ROLE_ITEM, node.arg * step)
+                        node.arg += <uint32_t>(n >> (step - 1))
+                        node.count = node.arg
+                        ref = lane.ref
+                        item = lane.fence
+                        while item < top:
+                            if item.what & 0xFF == TAG_REF:
+                                ref.source = index
+                                ref.target = item.id
+                                ref.place = place
+                                ref += 1
+                            elif item.what & 0xFF == TAG_NODE:
+                                lane.nodes[item.id].parent = index
+                                lane.nodes[item.id].place = place
+                            place += 1
+                            item += 1
+                        lane.ref_room -= <uint64_t>(ref - lane.ref)
+                        lane.ref = ref
+                        top = lane.fence
+                        lane.mark -= 1
+                        lane.fence = self.stack + ((lane.mark - 1).depth if lane.mark > self.marks else 0)
+                        p = q
+                        continue
+
+            # not for the fast lane
             if info.kind == ARG_FIXED:
-                pass
-            elif info.kind == ARG_COUNT1 or info.kind == ARG_COUNT4 or info.kind == ARG_COUNT8:
-                if info.kind == ARG_COUNT1:
-                    n = p[1]
-                elif info.kind == ARG_COUNT4:
-                    n = read_u32(p + 1)
-                    if n > 0x7FFFFFFF and (op == OP_BINSTRING or op == OP_LONG4):  # a signed count, see pickletools
-                        self.fail(f"{opname(op)} with a negative length", at)
-                else:
-                    n = read_u64(p + 1)
-                    if n > LARGEST_CLAIM:
-                        self.fail(f"{opname(op)} claims {n:,} bytes", at)
-                kept = n if n <= WHOLE_KEPT else (TEXT_KEPT if is_text(op) else 0)
-                if n > <uint64_t>(end - q):
-                    rest = n - <uint64_t>(end - q)
-                if kept < n or rest:
-                    # cut the argument: what is kept of it now, what of the rest is kept later, what is missing
-                    if kept < n:
-                        self.add_hole(net + info.header + kept, n - kept)
-                    self.keep(kept_to, q - kept_to + <Py_ssize_t>min(kept, <uint64_t>(end - q)))
-                    self.pending_kept = kept - min(kept, <uint64_t>(end - q))
-                    self.pending_bytes = rest
-                    q += n - rest
-                    kept_to = q
-                else:
-                    q += n
-                n += info.header
-            elif info.kind == ARG_LINE or info.kind == ARG_TWO_LINES:
-                line = <const uint8_t*>memchr(q, 10, end - q)
-                if line != NULL and info.kind == ARG_TWO_LINES:
-                    line = <const uint8_t*>memchr(line + 1, 10, end - line - 1)
-                if line == NULL:
+                if q > end:
                     break
-                q = line + 1
+            elif info.kind == ARG_LINE or info.kind == ARG_TWO_LINES:
+                q = <const uint8_t*>memchr(p + 1, 10, end - p - 1)
+                if q != NULL and info.kind == ARG_TWO_LINES:
+                    q = <const uint8_t*>memchr(q + 1, 10, end - q - 1)
+                if q == NULL:
+                    break
+                q += 1
                 n = <uint64_t>(q - p)
                 if n > WHOLE_KEPT and info.kind == ARG_LINE:
                     self.keep(kept_to, p + TEXT_KEPT - kept_to)
                     self.add_hole(net + TEXT_KEPT, n - TEXT_KEPT)
                     kept_to = q
+            elif info.kind != ARG_INVALID:
+                if q > end:
+                    break
+                if info.kind == ARG_COUNT1:
+                    n = p[1]
+                elif info.kind == ARG_COUNT4:
+                    n = read_u32(p + 1)
+                    if n > 0x7FFFFFFF and (op == OP_BINSTRING or op == OP_LONG4):  # a signed count, see pickletools
+                        self.fail(f"{opname(op)} with a negative length", self.taken + <uint64_t>(p - data))
+                else:
+                    n = read_u64(p + 1)
+                    if n > LARGEST_CLAIM:
+                        self.fail(f"{opname(op)} claims {n:,} bytes", self.taken + <uint64_t>(p - data))
+                kept = n if n <= WHOLE_KEPT else (TEXT_KEPT if is_text(op) else 0)
+                here = min(n, <uint64_t>(end - q))
+                if kept < n or here < n:
+                    # cut the argument: what is kept of it now, what of the rest is kept later, what is missing
+                    if kept < n:
+                        self.add_hole(net + info.header + kept, n - kept)
+                    self.keep(kept_to, q - kept_to + <Py_ssize_t>min(kept, here))
+                    self.pending_kept = kept - min(kept, here)
+                    self.pending_bytes = n - here
+                    kept_to = q + here
+                q += here
             else:
-                if self.inside or self.roots:
-                    self.fail(f"byte 0x{op:02x} is not a pickle opcode", at)
-                self.fail(f"not a pickle: it begins with byte 0x{op:02x}", at)
-            after = net + (n if n else info.header)
-            if not self.inside:
-                self.inside = True
-                self.pickle_start = net
-            if self.protocol < 2 and info.protocol > self.implied and op != OP_PROTO:
-                self.implied = info.protocol
-            if self.discarding and not (op == OP_POP or op == OP_POP_MARK or op == OP_GET or op == OP_BINGET
-                                        or op == OP_LONG_BINGET or op == OP_FRAME):
-                self.settle(net)
-
-            if op == OP_BINGET:
-                self.get(op, p[1], net, after, at)
-            elif op == OP_MEMOIZE:
-                self.put(self.memoized, after, at)
-            elif op == OP_SHORT_BINUNICODE or op == OP_BINUNICODE or op == OP_SHORT_BINBYTES or op == OP_BINBYTES \
-                    or op == OP_BINUNICODE8 or op == OP_BINBYTES8 or op == OP_BYTEARRAY8 or op == OP_SHORT_BINSTRING \
-                    or op == OP_BINSTRING or op == OP_STRING or op == OP_UNICODE or op == OP_EMPTY_LIST \
-                    or op == OP_EMPTY_DICT or op == OP_EMPTY_SET or op == OP_GLOBAL or op == OP_PERSID \
-                    or op == OP_EXT1 or op == OP_EXT2 or op == OP_EXT4 or op == OP_LONG4:
-                self.push_node(op, net, after)
-            elif op == OP_BININT1 or op == OP_BININT or op == OP_BININT2 or op == OP_NONE or op == OP_NEWTRUE \
-                    or op == OP_NEWFALSE or op == OP_BINFLOAT or op == OP_EMPTY_TUPLE or op == OP_LONG1 \
-                    or op == OP_INT or op == OP_LONG or op == OP_FLOAT:
-                self.push(TAG_ATOM, op, NO_INDEX, net)
-            elif op == OP_MARK:
-                self.push_mark(net)
-            elif op == OP_SETITEMS:
-                self.extend_mark(ROLE_PAIR, after, at)
-            elif op == OP_APPENDS or op == OP_ADDITEMS:
-                self.extend_mark(ROLE_ITEM, after, at)
-            elif op == OP_LONG_BINGET:
-                self.get(op, read_u32(p + 1), net, after, at)
-            elif op == OP_BINPUT:
-                self.put(p[1], after, at)
-            elif op == OP_LONG_BINPUT:
-                self.put(read_u32(p + 1), after, at)
-            elif op == OP_TUPLE1 or op == OP_TUPLE2 or op == OP_TUPLE3:
-                i = op - OP_TUPLE1 + 1
-                if self.depth - i < self.fence:
-                    self.fail(f"{opname(op)} with too few items on the stack", at)
-                self.compose(op, self.depth - i, self.stack[self.depth - i].start, after)
-            elif op == OP_TUPLE or op == OP_FROZENSET:
-                self.compose_mark(op, after, at)
-            elif op == OP_REDUCE or op == OP_NEWOBJ or op == OP_NEWOBJ_EX:
-                i = 3 if op == OP_NEWOBJ_EX else 2
-                if self.depth - i < self.fence:
-                    self.fail(f"{opname(op)} with too few items on the stack", at)
-                self.call(op, self.depth - i, self.stack[self.depth - i].start, after)
-            elif op == OP_STACK_GLOBAL:
-                if self.depth - 2 < self.fence:
-                    self.fail("STACK_GLOBAL with too few items on the stack", at)
-                self.compose(op, self.depth - 2, self.stack[self.depth - 2].start, after)
-            elif op == OP_BUILD:
-                if self.depth - 2 < self.fence:
-                    self.fail("BUILD with too few items on the stack", at)
-                index = self.promote(self.stack + self.depth - 2, after)
-                (<Node*>self.nodes.data)[index].end = after
-                self.attach(index, self.stack + self.depth - 1, place_of(ROLE_STATE, 0))
-                self.depth -= 1
-            elif op == OP_SETITEM:
-                if self.depth - 3 < self.fence:
-                    self.fail("SETITEM with too few items on the stack", at)
-                self.extend(self.depth - 2, ROLE_PAIR, after, at)
-            elif op == OP_APPEND:
-                if self.depth - 2 < self.fence:
-                    self.fail("APPEND with too few items on the stack", at)
-                self.extend(self.depth - 1, ROLE_ITEM, after, at)
-            elif op == OP_FRAME or op == OP_PROTO:
-                if op == OP_PROTO:
-                    if p[1] > 5:
-                        self.fail(f"protocol {p[1]} is not known (0 to 5 are)", at)
-                    self.protocol = max(self.protocol, p[1])
+                self.fail(f"byte 0x{op:02x} is not a pickle opcode" if self.inside or self.roots
+                          else f"not a pickle: it begins with byte 0x{op:02x}", self.taken + <uint64_t>(p - data))
+            lane.top, lane.node_count = top, node_count
+            self.leave(&lane)
+            if op == OP_FRAME or op == OP_PROTO or op == OP_STOP:
                 self.keep(kept_to, p - kept_to)
                 kept_to = q
                 self.add_overhead(net, info.header)
                 shift -= info.header
-            elif op == OP_STOP:
-                self.stop(net, at)
-                self.keep(kept_to, p - kept_to)
-                kept_to = q
-                self.add_overhead(net, 1)
-                shift -= 1
-                self.safe_nodes = self.node_count
-                self.safe_refs = self.ref_count
-                self.safe_skeleton = self.skeleton.size
-                self.safe_holes = self.holes.size
-                self.safe_overheads = self.overheads.size
-                self.safe_overhead = self.overhead
-                self.safe_net = net
-                self.safe_buffers = self.buffers_used
-            elif op == OP_POP:
-                if self.depth > self.fence:
-                    self.depth -= 1
-                    self.discard(self.stack + self.depth)
-                elif self.mark_count:
-                    self.pop_mark()
-                else:
-                    self.fail("POP from an empty stack", at)
-            elif op == OP_POP_MARK:
-                if self.mark_count == 0:
-                    self.fail("POP_MARK without a MARK", at)
-                while self.depth > self.fence:
-                    self.depth -= 1
-                    self.discard(self.stack + self.depth)
-                self.pop_mark()
-            elif op == OP_DUP:
-                if self.depth <= self.fence:
-                    self.fail("DUP with nothing to duplicate", at)
-                top = self.stack + self.depth - 1
-                if top.tag == TAG_ATOM:
-                    self.push(TAG_ATOM, top.op, NO_INDEX, net)
-                else:
-                    self.push(TAG_REF, op, top.id, net)
-            elif op == OP_GET or op == OP_PUT:
-                n = parse_index(p + 1, q - 1)
-                if n > 0xFFFFFFFFULL:
-                    self.fail(f"{opname(op)} with something that is no memo index", at)
-                if op == OP_GET:
-                    self.get(op, n, net, after, at)
-                else:
-                    self.put(n, after, at)
-            elif op == OP_LIST:
-                index = self.compose_mark(op, after, at)
-                (<Node*>self.nodes.data)[index].count = (<Node*>self.nodes.data)[index].arg
-            elif op == OP_DICT:
-                index = self.compose_mark(op, after, at)
-                if (<Node*>self.nodes.data)[index].arg & 1:
-                    self.fail("DICT with a key without a value", at)
-                (<Node*>self.nodes.data)[index].arg >>= 1
-                (<Node*>self.nodes.data)[index].count = (<Node*>self.nodes.data)[index].arg
-            elif op == OP_OBJ:
-                if self.mark_count == 0 or self.depth <= self.fence:
-                    self.fail("OBJ without a MARK and a class", at)
-                top = self.stack + self.fence
-                callee = NO_INDEX if top.tag == TAG_ATOM else top.id
-                index = self.compose_mark(op, after, at)
-                (<Node*>self.nodes.data)[index].arg = callee
-            elif op == OP_INST:
-                self.compose_mark(op, after, at)
-            elif op == OP_BINPERSID:
-                if self.depth <= self.fence:
-                    self.fail("BINPERSID with nothing on the stack", at)
-                self.compose(op, self.depth - 1, self.stack[self.depth - 1].start, after)
-            elif op == OP_NEXT_BUFFER:
-                self.push_node(op, net, after)
-                (<Node*>self.nodes.data)[self.node_count - 1].arg = self.buffers_used
-                self.buffers_used += 1
-            elif op == OP_READONLY_BUFFER:
-                if self.depth <= self.fence:
-                    self.fail("READONLY_BUFFER with nothing on the stack", at)
-                top = self.stack + self.depth - 1
-                if top.tag == TAG_NODE:
-                    (<Node*>self.nodes.data)[top.id].end = after
-            else:
-                self.fail(f"opcode {opname(op)} is not handled", at)
+            self.execute(op, p, q, net, shift + <uint64_t>q + self.pending_bytes, self.taken + <uint64_t>(p - data))
+            self.make_room()
+            self.enter(&lane)
+            top, room, node_count = lane.top, lane.room, lane.node_count
             p = q
-            if rest:
+            if self.pending_bytes:
                 break
-        self.keep(kept_to, p - kept_to) if p > kept_to else 0
+        lane.top, lane.node_count = top, node_count
+        self.leave(&lane)
+        self.keep(kept_to, p - kept_to)
         self.taken += p - data
         return p - data
+
+    cdef void enter(self, Lane* lane) noexcept:
+        """Load the fast lane's variables."""
+        lane.nodes = <Node*>self.nodes.data
+        lane.node_count = self.node_count
+        lane.top = self.stack + self.depth
+        lane.fence = self.stack + self.fence
+        lane.mark = self.marks + self.mark_count
+        lane.mark_end = self.marks + self.mark_capacity
+        lane.memo = self.memo
+        lane.memo_capacity = <uint32_t>min(self.memo_capacity, <Py_ssize_t>0xFFFFFFFEu)
+        lane.memoized = self.memoized
+        lane.ref = <Ref*>(self.refs.data + self.refs.size)
+        lane.ref_room = min(<uint64_t>(self.refs.capacity - self.refs.size) // sizeof(Ref), NO_INDEX - 1 - self.ref_count)
+        lane.room = 0
+        if self.inside and self.protocol >= 2 and not self.discarding:
+            lane.room = min(<uint64_t>(self.stack_capacity - self.depth),
+                            <uint64_t>(self.nodes.capacity - self.nodes.size) // sizeof(Node))
+
+    cdef void leave(self, Lane* lane) noexcept:
+        """Store the fast lane's variables back."""
+        self.node_count = lane.node_count
+        self.nodes.size = self.node_count * sizeof(Node)
+        self.depth = lane.top - self.stack
+        self.fence = lane.fence - self.stack
+        self.mark_count = lane.mark - self.marks
+        if lane.memoized > self.memoized:
+            # only MEMOIZE counts in the lane, and only into gaps right behind the last entry
+            self.memo_used = max(self.memo_used, <Py_ssize_t>lane.memoized)
+        self.memoized = lane.memoized
+        self.refs.size = <char*>lane.ref - self.refs.data
+        self.ref_count = <uint32_t>(self.refs.size // sizeof(Ref))
+
+    cdef int make_room(self) except -1:
+        """Room for some stack items and nodes, so that the fast lane can go on."""
+        cdef Item* stack
+        cdef Py_ssize_t capacity
+        if self.stack_capacity - self.depth < 32:
+            capacity = max(256, self.stack_capacity * 2)
+            stack = <Item*>PyMem_RawRealloc(self.stack, capacity * sizeof(Item))
+            if stack == NULL:
+                raise MemoryError()
+            self.stack = stack
+            self.stack_capacity = capacity
+        self.nodes.reserve(32 * sizeof(Node))
+        return 0
+
+    cdef int execute(self, uint8_t op, const uint8_t* p, const uint8_t* q, uint64_t net, uint64_t after,
+                     uint64_t at) except -1:
+        """Run one opcode that stands at p and ends before q: net offsets `net` to `after`, stream offset `at`."""
+        cdef uint64_t n
+        cdef uint32_t index, callee
+        cdef Item* top
+        cdef int i
+        if not self.inside:
+            self.inside = True
+            self.pickle_start = net
+        if self.protocol < 2 and OPS[op].protocol > self.implied and op != OP_PROTO:
+            self.implied = OPS[op].protocol
+        if self.discarding and not (op == OP_POP or op == OP_POP_MARK or op == OP_GET or op == OP_BINGET
+                                    or op == OP_LONG_BINGET or op == OP_FRAME):
+            self.settle(net)
+
+        if op == OP_BINGET:
+            self.get(op, p[1], net, after, at)
+        elif op == OP_MEMOIZE:
+            self.put(self.memoized, after, at)
+        elif op == OP_SHORT_BINUNICODE or op == OP_BINUNICODE or op == OP_SHORT_BINBYTES or op == OP_BINBYTES \
+                or op == OP_BINUNICODE8 or op == OP_BINBYTES8 or op == OP_BYTEARRAY8 or op == OP_SHORT_BINSTRING \
+                or op == OP_BINSTRING or op == OP_STRING or op == OP_UNICODE or op == OP_EMPTY_LIST \
+                or op == OP_EMPTY_DICT or op == OP_EMPTY_SET or op == OP_GLOBAL or op == OP_PERSID \
+                or op == OP_EXT1 or op == OP_EXT2 or op == OP_EXT4 or op == OP_LONG4:
+            self.push_node(op, net, after)
+        elif op == OP_BININT1 or op == OP_BININT or op == OP_BININT2 or op == OP_NONE or op == OP_NEWTRUE \
+                or op == OP_NEWFALSE or op == OP_BINFLOAT or op == OP_EMPTY_TUPLE or op == OP_LONG1 \
+                or op == OP_INT or op == OP_LONG or op == OP_FLOAT:
+            self.push(TAG_ATOM, op, NO_INDEX, net)
+        elif op == OP_MARK:
+            self.push_mark(net)
+        elif op == OP_SETITEMS:
+            self.extend_mark(ROLE_PAIR, after, at)
+        elif op == OP_APPENDS or op == OP_ADDITEMS:
+            self.extend_mark(ROLE_ITEM, after, at)
+        elif op == OP_LONG_BINGET:
+            self.get(op, read_u32(p + 1), net, after, at)
+        elif op == OP_BINPUT:
+            self.put(p[1], after, at)
+        elif op == OP_LONG_BINPUT:
+            self.put(read_u32(p + 1), after, at)
+        elif op == OP_TUPLE1 or op == OP_TUPLE2 or op == OP_TUPLE3:
+            i = op - OP_TUPLE1 + 1
+            if self.depth - i < self.fence:
+                self.fail(f"{opname(op)} with too few items on the stack", at)
+            self.compose(op, self.depth - i, self.stack[self.depth - i].start, after)
+        elif op == OP_TUPLE or op == OP_FROZENSET:
+            self.compose_mark(op, after, at)
+        elif op == OP_REDUCE or op == OP_NEWOBJ or op == OP_NEWOBJ_EX:
+            i = 3 if op == OP_NEWOBJ_EX else 2
+            if self.depth - i < self.fence:
+                self.fail(f"{opname(op)} with too few items on the stack", at)
+            self.call(op, self.depth - i, self.stack[self.depth - i].start, after)
+        elif op == OP_STACK_GLOBAL:
+            if self.depth - 2 < self.fence:
+                self.fail("STACK_GLOBAL with too few items on the stack", at)
+            self.compose(op, self.depth - 2, self.stack[self.depth - 2].start, after)
+        elif op == OP_BUILD:
+            if self.depth - 2 < self.fence:
+                self.fail("BUILD with too few items on the stack", at)
+            index = self.promote(self.stack + self.depth - 2, after)
+            (<Node*>self.nodes.data)[index].end = after
+            self.attach(index, self.stack + self.depth - 1, place_of(ROLE_STATE, 0))
+            self.depth -= 1
+        elif op == OP_SETITEM:
+            if self.depth - 3 < self.fence:
+                self.fail("SETITEM with too few items on the stack", at)
+            self.extend(self.depth - 2, ROLE_PAIR, after, at)
+        elif op == OP_APPEND:
+            if self.depth - 2 < self.fence:
+                self.fail("APPEND with too few items on the stack", at)
+            self.extend(self.depth - 1, ROLE_ITEM, after, at)
+        elif op == OP_FRAME:
+            pass
+        elif op == OP_PROTO:
+            if p[1] > 5:
+                self.fail(f"protocol {p[1]} is not known (0 to 5 are)", at)
+            self.protocol = max(self.protocol, p[1])
+        elif op == OP_STOP:
+            self.stop(net, at)
+            self.safe_nodes = self.node_count
+            self.safe_refs = self.ref_count
+            self.safe_skeleton = self.skeleton.size
+            self.safe_holes = self.holes.size
+            self.safe_overheads = self.overheads.size
+            self.safe_overhead = self.overhead
+            self.safe_net = net
+            self.safe_buffers = self.buffers_used
+        elif op == OP_POP:
+            if self.depth > self.fence:
+                self.depth -= 1
+                self.discard(self.stack + self.depth)
+            elif self.mark_count:
+                self.pop_mark()
+            else:
+                self.fail("POP from an empty stack", at)
+        elif op == OP_POP_MARK:
+            if self.mark_count == 0:
+                self.fail("POP_MARK without a MARK", at)
+            while self.depth > self.fence:
+                self.depth -= 1
+                self.discard(self.stack + self.depth)
+            self.pop_mark()
+        elif op == OP_DUP:
+            if self.depth <= self.fence:
+                self.fail("DUP with nothing to duplicate", at)
+            top = self.stack + self.depth - 1
+            if top.what & 0xFF == TAG_ATOM:
+                self.push(TAG_ATOM, <uint8_t>(top.what >> 8), NO_INDEX, net)
+            else:
+                self.push(TAG_REF, op, top.id, net)
+        elif op == OP_GET or op == OP_PUT:
+            n = parse_index(p + 1, q - 1)
+            if n > 0xFFFFFFFFULL:
+                self.fail(f"{opname(op)} with something that is no memo index", at)
+            if op == OP_GET:
+                self.get(op, n, net, after, at)
+            else:
+                self.put(n, after, at)
+        elif op == OP_LIST:
+            index = self.compose_mark(op, after, at)
+            (<Node*>self.nodes.data)[index].count = (<Node*>self.nodes.data)[index].arg
+        elif op == OP_DICT:
+            index = self.compose_mark(op, after, at)
+            if (<Node*>self.nodes.data)[index].arg & 1:
+                self.fail("DICT with a key without a value", at)
+            (<Node*>self.nodes.data)[index].arg >>= 1
+            (<Node*>self.nodes.data)[index].count = (<Node*>self.nodes.data)[index].arg
+        elif op == OP_OBJ:
+            if self.mark_count == 0 or self.depth <= self.fence:
+                self.fail("OBJ without a MARK and a class", at)
+            top = self.stack + self.fence
+            callee = NO_INDEX if top.what & 0xFF == TAG_ATOM else top.id
+            index = self.compose_mark(op, after, at)
+            (<Node*>self.nodes.data)[index].arg = callee
+        elif op == OP_INST:
+            self.compose_mark(op, after, at)
+        elif op == OP_BINPERSID:
+            if self.depth <= self.fence:
+                self.fail("BINPERSID with nothing on the stack", at)
+            self.compose(op, self.depth - 1, self.stack[self.depth - 1].start, after)
+        elif op == OP_NEXT_BUFFER:
+            self.push_node(op, net, after)
+            (<Node*>self.nodes.data)[self.node_count - 1].arg = self.buffers_used
+            self.buffers_used += 1
+        elif op == OP_READONLY_BUFFER:
+            if self.depth <= self.fence:
+                self.fail("READONLY_BUFFER with nothing on the stack", at)
+            top = self.stack + self.depth - 1
+            if top.what & 0xFF == TAG_NODE:
+                (<Node*>self.nodes.data)[top.id].end = after
+        else:
+            self.fail(f"opcode {opname(op)} is not handled", at)
+        return 0
 
     # ---- preorder ---------------------------------------------------------------------------------------------------
 
@@ -1042,7 +1260,6 @@ cdef class Scanner:
         PyMem_RawFree(previous)
         if number != 0:
             raise SystemError(f"fastcap: {number} nodes of a scan are not reachable from its root")
-        self.refs_sorted = False
         return 0
 
     cdef void count_subtrees(self) noexcept:
@@ -1054,38 +1271,18 @@ cdef class Scanner:
             for i in range(self.node_count - 1, 0, -1):
                 nodes[nodes[i].parent].count += nodes[i].count
 
-    cdef int sort_refs(self) except -1:
-        """Order the memo references by source; those of one source keep the order of the stream (counting sort)."""
-        cdef Ref* refs = <Ref*>self.refs.data
-        cdef Ref* result
-        cdef uint32_t n = self.node_count
-        cdef uint32_t i, total, count
-        cdef Block block = Block()
-        cdef uint32_t* first = <uint32_t*>PyMem_RawMalloc((<size_t>n + 1) * sizeof(uint32_t))
-        if first == NULL:
-            raise MemoryError()
-        try:
-            block.reserve(self.refs.size)
-        except MemoryError:
-            PyMem_RawFree(first)
-            raise
-        result = <Ref*>block.data
-        with nogil:
-            memset(first, 0, (<size_t>n + 1) * sizeof(uint32_t))
-            for i in range(self.ref_count):
-                first[refs[i].source] += 1
-            total = 0
-            for i in range(n):
-                count = first[i]
-                first[i] = total
-                total += count
-            for i in range(self.ref_count):
-                result[first[refs[i].source]] = refs[i]
-                first[refs[i].source] += 1
-        PyMem_RawFree(first)
-        block.size = self.refs.size
-        self.refs = block
-        return 0
+
+cdef inline void fill_node(Node* node, uint8_t op, uint64_t start, uint64_t end) noexcept nogil:
+    node.start = start
+    node.end = end
+    node.parent = NO_INDEX
+    node.count = 0  # while scanning: items and pairs so far; once discarded, see `join`
+    node.place = 0
+    node.arg = 0
+    node.memo = NO_INDEX
+    node.op = op
+    node.flags = 0
+    node.unused = 0
 
 
 cdef inline uint32_t place_of(uint32_t role, uint64_t position) noexcept nogil:
