@@ -230,9 +230,12 @@ def _feed(source: _Input, sizes: list[int], progress: Progress | None, scanner: 
         scanner.write(block)
         if source.seekable and scanner.pending >= _WORTH_SKIPPING:
             # The scanner may want the beginning of the argument: it gets a little more before the rest is skipped.
-            head = source.read(min(_HEAD, scanner.pending))
-            scanner.write(head)
-            scanner.skip(source.skip(scanner.pending))
+            wanted = _HEAD
+            while wanted and (head := source.read(wanted)):
+                scanner.write(head)
+                wanted -= len(head)
+            if not wanted:
+                scanner.skip(source.skip(scanner.pending))
         if progress is not None:
             progress(source.done, source.size)
     return scanner.finish()
