@@ -44,7 +44,7 @@ def of_flow_graph(flow):
         end[closing.pop()] = at
     none = 0xFFFFFFFF
     rows = [(start[i], end[i], flow.parents[i] if i else none, ends[i] - i, 0, 0, none, 0x5D, 0, 0) for i in range(count)]
-    return tables(rows, [(source, target, 0) for source, target in flow.edges])
+    return tables(rows, [(source, target, 0) for source, target in sorted(flow.edges, key=lambda edge: edge[1])])
 
 
 def networkx_dominators(graph):
@@ -227,6 +227,7 @@ def test_tables_that_do_not_fit_are_refused(nodes):
 @pytest.mark.parametrize("others", [
     {"references": np.array([(0, 3, 0)], REF)},
     {"references": np.array([(3, 0, 0)], REF)},
+    {"references": np.array([(0, 2, 0), (0, 1, 0)], REF)},
     {"overheads": struct.pack("QQ", 0, 11)},
     {"overheads": struct.pack("QQQQ", 5, 1, 4, 2)},
     {"holes": struct.pack("QQ", 8, 5)},
