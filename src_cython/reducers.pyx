@@ -20,6 +20,8 @@ from libc.stdint cimport uint64_t
 
 cimport cython
 
+from collections import ChainMap
+
 import abc
 import enum
 import opcode
@@ -123,6 +125,17 @@ cdef extern from *:
         return _PyType_Lookup((PyTypeObject *)type, name);
     }
 
+    /* 0 if the type has no version now. The version changes with every change of the type or of a base of it
+       (PyType_Modified in Objects/typeobject.c); looking an attribute up gives a type a new one. */
+    static inline unsigned int fc_type_version(PyObject *type) {
+    #if PY_VERSION_HEX < 0x030C0000
+        if (!PyType_HasFeature((PyTypeObject *)type, Py_TPFLAGS_VALID_VERSION_TAG)) {
+            return 0;
+        }
+    #endif
+        return ((PyTypeObject *)type)->tp_version_tag;
+    }
+
     static PyObject *fc_copy_string(PyObject *text) {
     #if PY_VERSION_HEX < 0x030C0000
         if (PyUnicode_READY(text) < 0) {
@@ -179,6 +192,7 @@ cdef extern from *:
     bint fc_plain_module(object) noexcept
     PyObject *fc_module_dict(object) noexcept
     PyObject *fc_type_lookup(object, object) noexcept
+    unsigned int fc_type_version(object) noexcept
     object fc_copy_string(object)
 
 cdef extern from "Python.h":
@@ -215,6 +229,7 @@ cdef extern from "Python.h":
 cdef object ModuleType = types.ModuleType
 cdef object CodeType = types.CodeType
 cdef object FunctionType = types.FunctionType
+cdef object CellType = types.CellType
 cdef object MappingProxyType = types.MappingProxyType
 cdef object NoneType = type(None)
 cdef object EllipsisType = type(Ellipsis)
@@ -258,6 +273,8 @@ SHAPES = {
     "Pickler._function_reduce": {0x6D4B3726: "3.0"},
     "Pickler._function_getnewargs": {0x2E19F2D1: "3.0"},
     "Pickler.reducer_override": {0x4DEAD0B0: "3.0"},
+    "Pickler.__init__": {0xE8D72026: "3.0"},
+    "Pickler.dump": {0x21D11109: "3.0", 0x73D0B57C: "3.1.2"},  # which RecursionErrors become PicklingErrors
 }
 
 
@@ -289,6 +306,7 @@ def shape_digest(function):
 
 
 cdef class Flavor
+cdef class Reducer
 
 
 # ---- notes on code objects ---------------------------------------------------------------------------------------
@@ -846,7 +864,9 @@ cdef object class_reduce(Flavor flavor, object cls):
 
 # ---- flavors -----------------------------------------------------------------------------------------------------
 
-cdef tuple METHODS = ("reducer_override", "_function_reduce", "_dynamic_function_reduce", "_function_getnewargs")
+cdef tuple METHODS = (
+    "reducer_override", "_function_reduce", "_dynamic_function_reduce", "_function_getnewargs", "__init__", "dump",
+)
 
 
 @cython.final
@@ -863,7 +883,11 @@ cdef class Flavor:
     cdef uint64_t namespace_version     # of `namespace` when the fields below were read; 0: read them again
     cdef object filename                # co_filename of the module's functions
     cdef dict variants                  # function -> behaviour, for those that were recognised
-    cdef dict own_methods               # method name -> the function in the class when the flavor was made
+    cdef unsigned int class_version     # of `pickler_class` when `class_is_own` was found; 0: find it again
+    cdef bint class_is_own              # nobody has patched how `pickler_class` pickles
+    cdef bint class_is_in_place         # the module's Pickler is `pickler_class`
+    cdef object combined_table          # what `with_stand_ins` returned last; None at first
+    cdef readonly dict own_methods      # method name -> the function in the class when the flavor was made
     cdef readonly dict dispatch_stand_ins  # the module's function in a dispatch table -> native code that does the same
     cdef dict stand_ins                 # method name -> [fastcap's own functions that count as the flavor's]
     # Natively reproduced groups of functions, and the behaviours that differ between versions.
@@ -883,6 +907,7 @@ cdef class Flavor:
         self.filename = module.register_pickle_by_value.__code__.co_filename
         self.variants = {}
         self.own_methods = {name: pickler_class.__dict__[name] for name in METHODS}
+        self.class_version = 0
         self.stand_ins = {}
         self.namespace_version = 0
         self.read_module()
@@ -908,7 +933,7 @@ cdef class Flavor:
             return self.variants[function]
         if function is pickle._getattribute:
             variant = "3.0" if name == "_getattribute" else None
-        elif function.__code__.co_filename != self.filename or function.__closure__ is not None:
+        elif function.__code__.co_filename != self.filename:
             variant = None
         else:
             variant = SHAPES[name].get(shape_digest(function))
@@ -943,6 +968,7 @@ cdef class Flavor:
         self.get_or_create_tracker_id = namespace["_get_or_create_tracker_id"]
         self.trackers = namespace["_DYNAMIC_CLASS_TRACKER_BY_CLASS"]
         self.class_reduce = namespace["_class_reduce"]
+        self.class_is_in_place = namespace.get("Pickler") is self.pickler_class
         standard = (namespace["sys"] is sys and namespace["types"] is types and namespace["abc"] is abc
                     and namespace["Enum"] is Enum)
         self.native_reference = standard and self.recognises((
@@ -1013,6 +1039,72 @@ cdef class Flavor:
         state = function_getstate(self, func) if self.native_state else self.function_getstate(func)
         return self.make_function, newargs, state, None, None, self.function_setstate
 
+    def with_stand_ins(self, table):
+        """The dispatch table, or one that gives the same answers with native code in place of recognised reducers.
+
+        The tables share their entries, so that a reducer which is registered later on is seen.
+        """
+        cdef dict stand_ins
+        cdef object kind, entries, reducer, known
+        cdef list maps
+        if type(table) is ChainMap:
+            maps = list(table.maps)
+        else:
+            maps = [table]
+        for entries in maps:
+            if type(entries) is not dict:
+                return table
+        stand_ins = {}
+        for kind in (CodeType, CellType):
+            for entries in maps:
+                reducer = (<dict>entries).get(kind)
+                if reducer is not None:
+                    # Not a look-up: someone else's reducer need not be hashable.
+                    if reducer is self.code_reduce or reducer is self.cell_reduce:
+                        stand_in = self.dispatch_stand_ins.get(reducer)
+                        if stand_in is not None:
+                            stand_ins[kind] = stand_in
+                    break
+        if not stand_ins:
+            return table
+        combined = self.combined_table
+        if combined is not None:
+            known = combined.maps
+            if len(known) == len(maps) + 1 and known[0] == stand_ins:
+                for index in range(len(maps)):
+                    if known[index + 1] is not maps[index]:
+                        break
+                else:
+                    return combined
+        self.combined_table = combined = ChainMap(stand_ins, *maps)
+        return combined
+
+    def hooks(self):
+        """``(dispatch table, reducer)`` for one dump with a bare native pickler; None if `pickler_class` was patched."""
+        cdef Reducer reducer
+        self.refresh()
+        if self.class_version == 0 or self.class_version != fc_type_version(self.pickler_class):
+            self.read_class()
+        if not self.class_is_own or not self.class_is_in_place:
+            return None
+        reducer = Reducer.__new__(Reducer)
+        reducer.flavor = self
+        reducer.target = None
+        reducer.globals_ref = {}
+        reducer.native_functions = True
+        return self.with_stand_ins(self.pickler_class.dispatch_table), reducer.reduce
+
+    cdef int read_class(self) except -1:
+        cdef PyObject *persistent_id = fc_type_lookup(self.pickler_class, "persistent_id")
+        # After a look-up, which makes a version, and before the rest: a patch in between shows at the next dump.
+        cdef unsigned int version = fc_type_version(self.pickler_class)
+        cdef bint own = persistent_id == fc_type_lookup(pickle.Pickler, "persistent_id")
+        for name in METHODS:
+            own = own and self.is_own_method(self.pickler_class, name)
+        self.class_is_own = own
+        self.class_version = version
+        return 0
+
     def reduce_class(self, cls):
         """``_class_reduce(cls)``."""
         self.refresh()
@@ -1046,24 +1138,35 @@ cdef class Reducer:
 
     cdef readonly Flavor flavor
     cdef object target
-    cdef object globals_ref
-    cdef bint native_functions
+    cdef readonly object globals_ref    # None: the target's
+    cdef bint native_functions          # the target's methods for functions are the flavor's own
 
-    def __init__(self, Flavor flavor, pickler_class, target=None, globals_ref=None):
+    def __init__(self, Flavor flavor, pickler_class, target=None):
         self.flavor = flavor
         self.target = target
-        self.globals_ref = globals_ref
+        self.globals_ref = None
         self.native_functions = flavor.keeps_function_methods(pickler_class)
 
     def reduce(self, pickler, obj):
         """A reduce value for a function or class that goes by value, else NotImplemented."""
         cdef Flavor flavor = self.flavor
-        cdef object target = pickler if self.target is None else self.target
+        cdef object target
         flavor.refresh()
         if PyType_Check(obj):
             return class_reduce(flavor, obj) if flavor.native_class else flavor.class_reduce(obj)
         if not PyFunction_Check(obj) and not isinstance(obj, FunctionType):
             return NotImplemented
+        if self.globals_ref is not None:
+            return flavor.function_reduce(self, self.globals_ref, obj)
+        target = pickler if self.target is None else self.target
         if not self.native_functions:
             return target._function_reduce(obj)
-        return flavor.function_reduce(target, target.globals_ref if self.globals_ref is None else self.globals_ref, obj)
+        return flavor.function_reduce(target, target.globals_ref, obj)
+
+    # With a globals_ref of its own the reducer takes the pickler's place in the flavor's own methods.
+
+    def _dynamic_function_reduce(self, func):
+        return self.flavor.own_methods["_dynamic_function_reduce"](self, func)
+
+    def _function_getnewargs(self, func):
+        return self.flavor.own_methods["_function_getnewargs"](self, func)

@@ -47,15 +47,8 @@ def flavor(request):
 def native_dumps(flavor, obj, protocol=None):
     """What the flavor's own pickler writes when it asks the native code for functions, classes, code and cells."""
 
-    table = flavor.pickler_class.dispatch_table
-    stand_ins = {
-        kind: flavor.dispatch_stand_ins[table[kind]]
-        for kind in (types.CodeType, types.CellType)
-        if table[kind] in flavor.dispatch_stand_ins
-    }
-
     class Hooked(flavor.pickler_class):
-        dispatch_table = collections.ChainMap(stand_ins, table)
+        dispatch_table = flavor.with_stand_ins(flavor.pickler_class.dispatch_table)
 
         def reducer_override(self, obj):
             return reducer.reduce(self, obj)
@@ -673,7 +666,8 @@ def test_globals_ref_of_the_pickler_is_used(flavor):
         pickler = flavor.pickler_class(io.BytesIO())
         pickler.globals_ref = expected
         reduced = pickler._function_getnewargs(function)
-        native = Reducer(flavor, flavor.pickler_class, None, globals_ref).reduce(None, function)[1]
+        target = types.SimpleNamespace(globals_ref=globals_ref)
+        native = Reducer(flavor, flavor.pickler_class).reduce(target, function)[1]
         assert native[:4] == reduced[:4]
         assert globals_ref == expected
         assert native[1] is globals_ref[id(function.__globals__)]
@@ -825,13 +819,12 @@ def test_threads_while_modules_come_and_go(flavor):
 
 
 def test_no_leak(flavor):
-    reducer = Reducer(flavor, flavor.pickler_class, None, {})
-
     def round_trip():
+        _, reduce = flavor.hooks()
         function = dynamic("def f(a=[1]):\n def g(): return x, a\n return g", "f", x=1)
         cls = dynamic("class C:\n a = 1\n def m(self): return super()", "C")
         for obj in (function, function(), cls, by_reference, make_closure(1)):
-            reducer.reduce(None, obj)
+            reduce(None, obj)
         flavor.reduce_code(function.__code__)
         flavor.reduce_cell(types.CellType(1))
         flavor.reduce_cell(types.CellType())
@@ -844,7 +837,6 @@ def test_no_leak(flavor):
     before = sys.getallocatedblocks()
     for _ in range(300):
         round_trip()
-        reducer = Reducer(flavor, flavor.pickler_class, None, {})
     gc.collect()
     assert sys.getallocatedblocks() - before < 300
 
