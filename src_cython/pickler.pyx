@@ -2136,8 +2136,8 @@ cdef int save_global(Pickler self, object obj, object name) except -1:
     if found is not obj:
         raise PicklingError(f"Can't pickle {obj!r}: it's not the same object as {module_name!s}.{name!s}")
     if self.proto >= 2 and extension_registry:
-        code = extension_registry.get((module_name, name))
-        if code is not None:
+        code = extension_registry.get((module_name, name), MISSING)
+        if code is not MISSING:
             return put_extension(self, obj, code)
     if parent[0] is module:
         name = path[len(path) - 1]
@@ -2687,6 +2687,12 @@ cdef int save_instance(Pickler self, PyObject* obj, PyTypeObject* t, TypeInfo* i
         f.a = state
         return 1
     put_get(self, position)
+    if self.out.next >= self.out.limit:
+        try:
+            boundary(self)
+        except:
+            xdecref(state)
+            raise
     put(self, OP_EMPTY_TUPLE)
     put(self, OP_NEWOBJ)
     memo_find(&self.memo_table, obj, &slot)
