@@ -317,6 +317,8 @@ cdef class TextView:
 
     def __getbuffer__(self, Py_buffer* view, int flags):
         cdef PyObject* text = <PyObject*>self.text
+        if self.text is None:
+            raise BufferError("no text")
         PyBuffer_FillInfo(view, self, PyUnicode_DATA(text), PyUnicode_GET_LENGTH(text), 1, flags)
 
     def __releasebuffer__(self, Py_buffer* view):
@@ -326,21 +328,23 @@ cdef class TextView:
 @cython.final
 cdef class PicklerMemoProxy:
     """What `Pickler.memo` gives: the memo as a black box that can be cleared, copied and assigned."""
-    cdef Pickler pickler
+    cdef Pickler pickler        # None only for an instance made behind our back with object.__new__
+
+    def __init__(self):
+        raise TypeError("cannot create 'PicklerMemoProxy' instances")
 
     def clear(self):
         """Remove all items from the memo."""
-        clear_memo(self.pickler)
+        if self.pickler is not None:
+            clear_memo(self.pickler)
 
     def copy(self):
         """Return {id(object): (memo index, object)}."""
-        cdef Memo* memo = &self.pickler.memo_table
         cdef Py_ssize_t position
-        cdef list objects = memo_list(self.pickler)
         result = {}
-        for position in range(len(objects)):
-            obj = objects[position]
-            result[<size_t><PyObject*>obj] = (memo_label(memo, position), obj)
+        if self.pickler is not None:
+            for position, obj in enumerate(memo_list(self.pickler)):
+                result[<size_t><PyObject*>obj] = (memo_label(&self.pickler.memo_table, position), obj)
         return result
 
     def __reduce__(self):
@@ -1083,7 +1087,7 @@ cdef int set_memo(Pickler self, object value) except -1:
     cdef Memo* source
     cdef Py_ssize_t position
     cdef list entries = []
-    if isinstance(value, PicklerMemoProxy):
+    if isinstance(value, PicklerMemoProxy) and (<PicklerMemoProxy>value).pickler is not None:
         source = &(<PicklerMemoProxy>value).pickler.memo_table
         for position in range(source.count):
             entries.append((memo_label(source, position), <object>source.objects[position]))
@@ -1441,6 +1445,7 @@ cdef Py_ssize_t text_header(Pickler self, char* header, Py_ssize_t size) except 
 
 cdef int save_long_text(Pickler self, PyObject* obj, Py_ssize_t size) except -1:
     """ASCII text of any size."""
+    held = <object>obj          # the writer may drop the caller's reference
     cdef char header[9]
     cdef Py_ssize_t header_size = text_header(self, header, size)
     cdef TextView view
@@ -1456,6 +1461,7 @@ cdef int save_long_text(Pickler self, PyObject* obj, Py_ssize_t size) except -1:
 
 cdef int save_other_text(Pickler self, PyObject* obj) except -1:
     """Text that is not ASCII, and all text in protocol 0."""
+    held = <object>obj
     cdef char header[9]
     cdef Py_ssize_t header_size
     cdef Py_ssize_t size
@@ -1566,10 +1572,10 @@ cdef int put_escaped(Pickler self, PyObject* text) except -1:
 
 
 cdef int save_bytes(Pickler self, PyObject* obj) except -1:
+    data = <bytes>obj
     if self.proto >= 3:
         return save_bytes_data(self, obj, bytes_data(obj), bytes_size(obj), obj)
     # Readable as str by Python 2: codecs.encode(text, 'latin1').
-    data = <bytes>obj
     if not data:
         value = (bytes, EMPTY)
     else:
@@ -1608,12 +1614,13 @@ cdef int save_bytearray_data(Pickler self, PyObject* obj, const char* data, Py_s
 
 
 cdef int save_bytearray(Pickler self, PyObject* obj) except -1:
+    held = <object>obj
     if self.proto >= 5:
         return save_bytearray_data(self, obj, bytearray_data(obj), bytearray_size(obj), obj)
     if bytearray_size(obj) == 0:
         value = (bytearray, EMPTY)
     else:
-        value = (bytearray, (bytes(<object>obj),))
+        value = (bytearray, (bytes(held),))
     return begin_reduce(self, <PyObject*>value, obj)
 
 
@@ -1853,7 +1860,8 @@ cdef inline int check_size(Frame* f, Py_ssize_t size) except -1:
 cdef int save_set(Pickler self, PyObject* obj, size_t slot) except -1:
     cdef Frame* f
     if self.proto < 4:
-        value = (set, (list(<object>obj),))
+        held = <object>obj
+        value = (set, (list(held),))
         return begin_reduce(self, <PyObject*>value, obj)
     put(self, OP_EMPTY_SET)
     memoize_at(self, obj, slot)
@@ -1892,7 +1900,8 @@ cdef int step_set(Pickler self, Frame* f) except -1:
 
 cdef int save_frozenset(Pickler self, PyObject* obj) except -1:
     if self.proto < 4:
-        value = (frozenset, (list(<object>obj),))
+        held = <object>obj
+        value = (frozenset, (list(held),))
         return begin_reduce(self, <PyObject*>value, obj)
     push(self, K_FROZENSET, obj)
     put(self, OP_MARK)
@@ -2062,7 +2071,9 @@ cdef int save_type(Pickler self, PyObject* obj) except -1:
 
 cdef object dotted_path(object name):
     """The parts of a qualified name; AttributeError for one that leads through a function's locals."""
-    path = name.split(".")
+    if not isinstance(name, str):
+        raise TypeError(f"must be str, not {type_name(name)}")
+    path = str.split(name, ".")
     if "<locals>" in path:
         raise AttributeError(f"Can't get local object {name!r}" if SINCE_313 else f"Can't pickle local object {name!r}")
     return path
@@ -2481,7 +2492,7 @@ cdef int check_newobj_ex(Pickler self, Frame* f, tuple arguments) except -1:
     if len(arguments) != 3:
         raise PicklingError(f"length of the NEWOBJ_EX argument tuple must be exactly 3, not {len(arguments)}")
     cls, args, kwargs = arguments
-    if not isinstance(cls, type):
+    if not PyType_Check(<PyObject*>cls):
         raise PicklingError(f"first item from NEWOBJ_EX argument tuple must be a class, "
                             f"not {type_name(cls)}")
     if not isinstance(args, tuple):
@@ -2665,6 +2676,7 @@ cdef int save_instance(Pickler self, PyObject* obj, PyTypeObject* t, TypeInfo* i
     cdef size_t slot
     cdef Py_ssize_t position
     cdef Frame* f
+    cdef bint plain
     if info.epoch != self.epoch:
         if dispatched(self, t) is not MISSING:
             return 2
@@ -2673,7 +2685,12 @@ cdef int save_instance(Pickler self, PyObject* obj, PyTypeObject* t, TypeInfo* i
         info.epoch = self.epoch
     if fastcap_has_dict(t):
         state = PyObject_GenericGetDict(obj, NULL)
-        if not PyDict_CheckExact(state) or has_own_protocol(state):
+        try:
+            plain = PyDict_CheckExact(state) and not has_own_protocol(state)
+        except:
+            decref(state)
+            raise
+        if not plain:
             decref(state)
             return 2
         if dict_size(state) == 0:
