@@ -278,6 +278,7 @@ cdef enum Kind:
     K_BATCH_DICT    # a: iterator; b: the pair after the one being saved; obj: the pair being saved
     K_REDUCE        # obj: what the reduce value stands for, or NULL; a: reduce value; b: arguments of NEWOBJ or partial
     K_GLOBAL        # obj: class or function; a: module name; b: name
+    K_NESTED        # obj: class or function; a: list of (module name, name) and the names below it
     K_INSTANCE      # obj: instance; a: its state or NULL
     K_BUILD         # obj: state being saved
     K_PERSID        # obj: persistent id
@@ -316,6 +317,8 @@ cdef class TextView:
 
     def __getbuffer__(self, Py_buffer* view, int flags):
         cdef PyObject* text = <PyObject*>self.text
+        if self.text is None:
+            raise BufferError("no text")
         PyBuffer_FillInfo(view, self, PyUnicode_DATA(text), PyUnicode_GET_LENGTH(text), 1, flags)
 
     def __releasebuffer__(self, Py_buffer* view):
@@ -325,21 +328,23 @@ cdef class TextView:
 @cython.final
 cdef class PicklerMemoProxy:
     """What `Pickler.memo` gives: the memo as a black box that can be cleared, copied and assigned."""
-    cdef Pickler pickler
+    cdef Pickler pickler        # None only for an instance made behind our back with object.__new__
+
+    def __init__(self):
+        raise TypeError("cannot create 'PicklerMemoProxy' instances")
 
     def clear(self):
         """Remove all items from the memo."""
-        clear_memo(self.pickler)
+        if self.pickler is not None:
+            clear_memo(self.pickler)
 
     def copy(self):
         """Return {id(object): (memo index, object)}."""
-        cdef Memo* memo = &self.pickler.memo_table
         cdef Py_ssize_t position
-        cdef list objects = memo_list(self.pickler)
         result = {}
-        for position in range(len(objects)):
-            obj = objects[position]
-            result[<size_t><PyObject*>obj] = (memo_label(memo, position), obj)
+        if self.pickler is not None:
+            for position, obj in enumerate(memo_list(self.pickler)):
+                result[<size_t><PyObject*>obj] = (memo_label(&self.pickler.memo_table, position), obj)
         return result
 
     def __reduce__(self):
@@ -385,6 +390,7 @@ cdef class Pickler:
     cdef object write
     cdef object buffer_callback     # None: in-band
     cdef object pers_func
+    cdef object pers_attribute      # 3.13+: what was assigned to the instance's persistent_id, or MISSING
     cdef object dispatch
     cdef object override            # bound reducer_override, only while dumping: it refers back to the pickler
     cdef object native              # the native reducer in force, only while dumping
@@ -396,6 +402,7 @@ cdef class Pickler:
         memset(&self.out, 0, sizeof(Buffer))
         self.out.frame = -1
         self.epoch = 1
+        self.pers_attribute = MISSING
 
     def __init__(self, file, protocol=None, fix_imports=True, buffer_callback=None, *, compact=False):
         if self.busy:
@@ -404,7 +411,7 @@ cdef class Pickler:
             reset(self)
         set_protocol(self, protocol, fix_imports)
         write = lookup(file, S_write)
-        if write is None:
+        if write is MISSING:
             raise TypeError("file must have a 'write' attribute")
         self.write = write
         set_buffer_callback(self, buffer_callback)
@@ -427,7 +434,7 @@ cdef class Pickler:
     def dump(self, obj, /):
         """Write a pickled representation of obj to the open file."""
         if not self.ready:
-            raise PicklingError(f"Pickler.__init__() was not called by {type(self).__name__}.__init__()")
+            raise PicklingError(f"Pickler.__init__() was not called by {type_name(self)}.__init__()")
         start_dump(self)
         try:
             dump_object(self, <PyObject*>obj)
@@ -491,7 +498,7 @@ cdef class Pickler:
     @property
     def dispatch_table(self):
         if not self.has_dispatch:
-            raise AttributeError(f"'{type(self).__name__}' object has no attribute 'dispatch_table'")
+            raise AttributeError(f"'{type_name(self)}' object has no attribute 'dispatch_table'")
         return self.dispatch
 
     @dispatch_table.setter
@@ -511,18 +518,21 @@ cdef class Pickler:
     @property
     def persistent_id(self):
         # Up to 3.12 a property of the C pickler that is unset by default; since 3.13 a method that returns None.
-        if self.has_pers:
-            if self.pers_bound:
-                return self.pers_func.__get__(self)
-            return self.pers_func
         if SINCE_313:
-            return self._no_persistent_id
-        raise AttributeError("persistent_id")
+            return self._no_persistent_id if self.pers_attribute is MISSING else self.pers_attribute
+        if not self.has_pers:
+            raise AttributeError("persistent_id")
+        if self.pers_bound:
+            return self.pers_func.__get__(self)
+        return self.pers_func
 
     @persistent_id.setter
     def persistent_id(self, value):
-        if SINCE_313 and type(self) is Pickler:
-            raise AttributeError(f"'{type(self).__name__}' object attribute 'persistent_id' is read-only")
+        if SINCE_313:
+            if type(self) is Pickler:
+                raise AttributeError(f"'{type_name(self)}' object attribute 'persistent_id' is read-only")
+            self.pers_attribute = value
+            return
         if not callable(value):
             raise TypeError("persistent_id must be a callable taking one argument")
         self.pers_func = value
@@ -533,10 +543,9 @@ cdef class Pickler:
     def persistent_id(self):
         if not SINCE_313:
             raise TypeError("attribute deletion is not supported")
-        if not self.has_pers:
+        if self.pers_attribute is MISSING:
             raise AttributeError("persistent_id")
-        self.pers_func = None
-        self.has_pers = False
+        self.pers_attribute = MISSING
 
     def _no_persistent_id(self, obj, /):
         """The persistent id of an object that has none."""
@@ -574,15 +583,24 @@ def dumps(obj, protocol=None, *, fix_imports=True, buffer_callback=None, compact
 
 # ---- starting and ending ----------------------------------------------------------------------------------------------
 
+cdef object MISSING = object()
+
+
 cdef object lookup(object obj, str name):
-    """obj.name, or None where there is no such attribute."""
+    """obj.name, or MISSING where there is no such attribute."""
     cdef PyObject* result = NULL
     fastcap_lookup_attr(<PyObject*>obj, <PyObject*>name, &result)
     if result == NULL:
-        return None
+        return MISSING
     value = <object>result
     decref(result)
     return value
+
+
+cdef str type_name(object obj):
+    """The tp_name of an object's type, cut at 200 bytes as in CPython's messages."""
+    cdef const char* name = type_of(<PyObject*>obj).tp_name
+    return name[:200].decode("utf-8", "replace") if len(name) > 200 else name.decode("utf-8", "replace")
 
 
 cdef int set_protocol(Pickler self, object protocol, bint fix_imports) except -1:
@@ -630,8 +648,7 @@ cdef int prepare(Pickler self) except -1:
             look_up_persistent_id(self)
         if not self.has_dispatch:
             table = lookup(self, S_dispatch_table)
-            # None is no answer of the attribute machinery here: a class attribute None must fail at its first use.
-            if table is not None or hasattr(self, S_dispatch_table):
+            if table is not MISSING:
                 self.dispatch = table
                 self.has_dispatch = True
     self.ready = True
@@ -642,11 +659,10 @@ cdef int look_up_persistent_id(Pickler self) except -1:
     """Find the hook as init_method_ref (to 3.12) or dump (3.13) of Modules/_pickle.c do."""
     cdef PyObject* found = _PyType_Lookup(type_of(<PyObject*>self), <PyObject*>S_persistent_id)
     if found == <PyObject*>base_persistent_id:
-        return 0
-    function = lookup(self, S_persistent_id)
-    if function is None:
-        self.has_pers = False
-        self.pers_func = None
+        function = self.pers_attribute
+    else:
+        function = lookup(self, S_persistent_id)
+    if function is MISSING:
         return 0
     self.has_pers = True
     # A bound method of ours would make a reference cycle.
@@ -670,9 +686,9 @@ cdef int look_up_reducers(Pickler self) except -1:
         if raw != NULL and raw != <PyObject*>base_native_reduce:
             if native is None:
                 native = <object>raw
-            if override is not None and not overrides_native(self):
-                override = None
-        if override is not None:
+            if override is not MISSING and not overrides_native(self):
+                override = MISSING
+        if override is not MISSING:
             self.override = override
             self.has_override = True
             native = None
@@ -683,7 +699,7 @@ cdef int look_up_reducers(Pickler self) except -1:
 
 cdef bint overrides_native(Pickler self) except -1:
     """Whether reducer_override is defined nearer to the pickler than the class attribute _native_reduce."""
-    if S_reducer_override in (lookup(self, "__dict__") or EMPTY):
+    if S_reducer_override in self.__dict__:
         return True
     for cls in type(self).__mro__:
         namespace = cls.__dict__
@@ -713,10 +729,9 @@ cdef int end_dump(Pickler self) except -1:
     self.native = None
     self.has_native = False
     self.fast_memo = None
-    if SINCE_313 and self.pers_bound:
+    if SINCE_313:
         self.pers_func = None
         self.has_pers = False
-        self.pers_bound = False
     self.busy = False
     return 0
 
@@ -790,6 +805,8 @@ cdef int run(Pickler self) except -1:
             pushed = step_batch_dict(self, f)
         elif kind == K_GLOBAL:
             pushed = step_global(self, f)
+        elif kind == K_NESTED:
+            pushed = step_nested(self, f)
         elif kind == K_BUILD:
             put(self, OP_BUILD)
             pushed = 0
@@ -871,7 +888,7 @@ cdef int guard_cycle(Pickler self, Frame* f) except -1:
     if address in self.fast_memo:
         if checked:
             raise ValueError(f"fast mode: can't pickle cyclic objects including object type "
-                             f"{(<object>type_of(f.obj)).__name__:.200} at {address:#x}")
+                             f"{type_name(<object>f.obj)} at {address:#x}")
         raise RecursionError("maximum recursion depth exceeded while pickling an object")
     self.fast_memo.add(address)
     f.flags |= F_GUARDED
@@ -1070,7 +1087,7 @@ cdef int set_memo(Pickler self, object value) except -1:
     cdef Memo* source
     cdef Py_ssize_t position
     cdef list entries = []
-    if isinstance(value, PicklerMemoProxy):
+    if isinstance(value, PicklerMemoProxy) and (<PicklerMemoProxy>value).pickler is not None:
         source = &(<PicklerMemoProxy>value).pickler.memo_table
         for position in range(source.count):
             entries.append((memo_label(source, position), <object>source.objects[position]))
@@ -1082,7 +1099,7 @@ cdef int set_memo(Pickler self, object value) except -1:
             entries.append((position, (<tuple>entry)[1]))
     else:
         raise TypeError(f"'memo' attribute must be a PicklerMemoProxy object or dict, "
-                        f"not {type(value).__name__:.200}")
+                        f"not {type_name(value)}")
     memo_zero(&memo)
     if not memo_init(&memo):
         raise MemoryError
@@ -1428,6 +1445,7 @@ cdef Py_ssize_t text_header(Pickler self, char* header, Py_ssize_t size) except 
 
 cdef int save_long_text(Pickler self, PyObject* obj, Py_ssize_t size) except -1:
     """ASCII text of any size."""
+    held = <object>obj          # the writer may drop the caller's reference
     cdef char header[9]
     cdef Py_ssize_t header_size = text_header(self, header, size)
     cdef TextView view
@@ -1443,6 +1461,7 @@ cdef int save_long_text(Pickler self, PyObject* obj, Py_ssize_t size) except -1:
 
 cdef int save_other_text(Pickler self, PyObject* obj) except -1:
     """Text that is not ASCII, and all text in protocol 0."""
+    held = <object>obj
     cdef char header[9]
     cdef Py_ssize_t header_size
     cdef Py_ssize_t size
@@ -1553,10 +1572,10 @@ cdef int put_escaped(Pickler self, PyObject* text) except -1:
 
 
 cdef int save_bytes(Pickler self, PyObject* obj) except -1:
+    data = <bytes>obj
     if self.proto >= 3:
         return save_bytes_data(self, obj, bytes_data(obj), bytes_size(obj), obj)
     # Readable as str by Python 2: codecs.encode(text, 'latin1').
-    data = <bytes>obj
     if not data:
         value = (bytes, EMPTY)
     else:
@@ -1595,12 +1614,13 @@ cdef int save_bytearray_data(Pickler self, PyObject* obj, const char* data, Py_s
 
 
 cdef int save_bytearray(Pickler self, PyObject* obj) except -1:
+    held = <object>obj
     if self.proto >= 5:
         return save_bytearray_data(self, obj, bytearray_data(obj), bytearray_size(obj), obj)
     if bytearray_size(obj) == 0:
         value = (bytearray, EMPTY)
     else:
-        value = (bytearray, (bytes(<object>obj),))
+        value = (bytearray, (bytes(held),))
     return begin_reduce(self, <PyObject*>value, obj)
 
 
@@ -1840,7 +1860,8 @@ cdef inline int check_size(Frame* f, Py_ssize_t size) except -1:
 cdef int save_set(Pickler self, PyObject* obj, size_t slot) except -1:
     cdef Frame* f
     if self.proto < 4:
-        value = (set, (list(<object>obj),))
+        held = <object>obj
+        value = (set, (list(held),))
         return begin_reduce(self, <PyObject*>value, obj)
     put(self, OP_EMPTY_SET)
     memoize_at(self, obj, slot)
@@ -1879,7 +1900,8 @@ cdef int step_set(Pickler self, Frame* f) except -1:
 
 cdef int save_frozenset(Pickler self, PyObject* obj) except -1:
     if self.proto < 4:
-        value = (frozenset, (list(<object>obj),))
+        held = <object>obj
+        value = (frozenset, (list(held),))
         return begin_reduce(self, <PyObject*>value, obj)
     push(self, K_FROZENSET, obj)
     put(self, OP_MARK)
@@ -2049,13 +2071,12 @@ cdef int save_type(Pickler self, PyObject* obj) except -1:
 
 cdef object dotted_path(object name):
     """The parts of a qualified name; AttributeError for one that leads through a function's locals."""
-    path = name.split(".")
+    if not isinstance(name, str):
+        raise TypeError(f"must be str, not {type_name(name)}")
+    path = str.split(name, ".")
     if "<locals>" in path:
         raise AttributeError(f"Can't get local object {name!r}" if SINCE_313 else f"Can't pickle local object {name!r}")
     return path
-
-
-cdef object MISSING = object()
 
 
 cdef object deep_attribute(object obj, list path, list parent):
@@ -2109,7 +2130,7 @@ cdef int save_global(Pickler self, object obj, object name) except -1:
     cdef list path
     if name is None:
         name = lookup(obj, S_qualname)
-        if name is None:
+        if name is MISSING:
             name = obj.__name__
     path = dotted_path(name)
     module_name = which_module(self, obj, path)
@@ -2126,8 +2147,8 @@ cdef int save_global(Pickler self, object obj, object name) except -1:
     if found is not obj:
         raise PicklingError(f"Can't pickle {obj!r}: it's not the same object as {module_name!s}.{name!s}")
     if self.proto >= 2 and extension_registry:
-        code = extension_registry.get((module_name, name))
-        if code is not None:
+        code = extension_registry.get((module_name, name), MISSING)
+        if code is not MISSING:
             return put_extension(self, obj, code)
     if parent[0] is module:
         name = path[len(path) - 1]
@@ -2141,18 +2162,58 @@ cdef int save_global(Pickler self, object obj, object name) except -1:
             return 1
         pop(self)
         return 0
+    if SINCE_313 and parent[0] is not module:
+        path[0] = (module_name, path[0])
+        f = push(self, K_NESTED, <PyObject*>obj)
+        f.a = <PyObject*>path
+        incref(f.a)
+        return 1
     if parent[0] is not module:
         # A nested name: getattr(parent, name), and then the object's memo entry.
         f = push(self, K_GLOBAL, <PyObject*>obj)
         f.step = 2
         value = (builtin_getattr, (parent[0], path[len(path) - 1]))
         return begin_reduce(self, <PyObject*>value, NULL)
+    put_global(self, module_name, name)
+    return memoize(self, <PyObject*>obj)
+
+
+cdef int put_global(Pickler self, object module_name, object name) except -1:
     put(self, OP_GLOBAL)
     if self.fix_imports:
         module_name, name = fixed_names(module_name, name)
     put_line(self, module_name, "module")
     put_line(self, name, "global")
-    return memoize(self, <PyObject*>obj)
+    return 0
+
+
+cdef int step_nested(Pickler self, Frame* f) except -1:
+    """Protocols up to 3 since 3.13: getattr(getattr(top, name), name), no intermediate object in the memo.
+
+    Steps: 0 saves a getattr for each part but the first, then comes the first one; 1 saves a part's name.
+    """
+    cdef list path = <list>f.a
+    while f.step == 0:
+        if f.pos and self.proto < 2:
+            put(self, OP_MARK)
+        f.pos += 1
+        if f.pos == len(path):
+            put_global(self, (<tuple>path[0])[0], (<tuple>path[0])[1])
+            f.step = 1
+            f.pos = 0
+        elif save(self, <PyObject*>builtin_getattr):
+            return 1
+    while True:
+        if f.pos:
+            put(self, OP_TUPLE2 if self.proto >= 2 else OP_TUPLE)
+            put(self, OP_REDUCE)
+        f.pos += 1
+        if f.pos == len(path):
+            memoize(self, f.obj)
+            return 0
+        name = path[f.pos]
+        if save(self, <PyObject*>name):
+            return 1
 
 
 cdef int step_global(Pickler self, Frame* f) except -1:
@@ -2200,17 +2261,17 @@ cdef object fixed_names(object module_name, object name):
     if item is not None:
         if not isinstance(item, tuple) or len(<tuple>item) != 2:
             raise RuntimeError(f"_compat_pickle.REVERSE_NAME_MAPPING values should be 2-tuples, "
-                               f"not {type(item).__name__:.200}")
+                               f"not {type_name(item)}")
         module_name, name = item
         if not isinstance(module_name, str) or not isinstance(name, str):
             raise RuntimeError(f"_compat_pickle.REVERSE_NAME_MAPPING values should be pairs of str, "
-                               f"not ({type(module_name).__name__:.200}, {type(name).__name__:.200})")
+                               f"not ({type_name(module_name)}, {type_name(name)})")
         return module_name, name
     item = import_mapping.get(module_name)
     if item is not None:
         if not isinstance(item, str):
             raise RuntimeError(f"_compat_pickle.REVERSE_IMPORT_MAPPING values should be strings, "
-                               f"not {type(item).__name__:.200}")
+                               f"not {type_name(item)}")
         module_name = item
     return module_name, name
 
@@ -2268,18 +2329,18 @@ cdef int save_reducible(Pickler self, PyObject* obj, PyTypeObject* t, bint hooke
     if t == &PyFunction_Type:
         return save_global(self, <object>obj, None)
     function = dispatched(self, t)
-    if function is not None:
+    if function is not MISSING:
         value = function(<object>obj)
     elif PyType_IsSubtype(t, &PyType_Type):
         return save_global(self, <object>obj, None)
     else:
         function = lookup(<object>obj, S_reduce_ex)
-        if function is not None:
+        if function is not MISSING:
             value = function(self.proto)
         else:
             function = lookup(<object>obj, S_reduce)
-            if function is None:
-                raise PicklingError(f"can't pickle '{(<object>t).__name__:.200}' object: {<object>obj!r}")
+            if function is MISSING:
+                raise PicklingError(f"can't pickle '{type_name(<object>obj)}' object: {<object>obj!r}")
             value = function()
     self.epoch += 1
     return save_value(self, value, obj)
@@ -2295,15 +2356,15 @@ cdef int save_value(Pickler self, object value, PyObject* obj) except -1:
 
 
 cdef object dispatched(Pickler self, PyTypeObject* t):
-    """The reducer registered for a type, or None."""
+    """The reducer registered for a type, or MISSING."""
     cdef PyObject* found
     if not self.has_dispatch:
         found = PyDict_GetItemWithError(<PyObject*>copyreg_table, <PyObject*>t)
-        return <object>found if found != NULL else None
+        return <object>found if found != NULL else MISSING
     table = self.dispatch
     if PyDict_CheckExact(<PyObject*>table):
         found = PyDict_GetItemWithError(<PyObject*>table, <PyObject*>t)
-        return <object>found if found != NULL else None
+        return <object>found if found != NULL else MISSING
     if type(table) is ChainMap:
         # cloudpickle's: look into its dicts without its Python code.
         maps = lookup(table, S_maps)
@@ -2315,14 +2376,14 @@ cdef object dispatched(Pickler self, PyTypeObject* t):
                 if found != NULL:
                     return <object>found
             else:
-                return None
+                return MISSING
     self.epoch += 1
     found = PyObject_GetItem(<PyObject*>table, <PyObject*>t)
     if found == NULL:
         if not PyErr_ExceptionMatches(PyExc_KeyError):
             reraise()
         PyErr_Clear()
-        return None
+        return MISSING
     function = <object>found
     decref(found)
     return function
@@ -2389,15 +2450,15 @@ cdef int begin_reduce(Pickler self, PyObject* value, PyObject* obj) except -1:
     item = part(value, 3)
     if item != NULL and not PyIter_Check(item):
         raise PicklingError(f"fourth element of the tuple returned by __reduce__ must be an iterator, "
-                            f"not {type(<object>item).__name__}")
+                            f"not {type_name(<object>item)}")
     item = part(value, 4)
     if item != NULL and not PyIter_Check(item):
         raise PicklingError(f"fifth element of the tuple returned by __reduce__ must be an iterator, "
-                            f"not {type(<object>item).__name__}")
+                            f"not {type_name(<object>item)}")
     item = part(value, 5)
     if item != NULL and not PyCallable_Check(item):
         raise PicklingError(f"sixth element of the tuple returned by __reduce__ must be a function, "
-                            f"not {type(<object>item).__name__}")
+                            f"not {type_name(<object>item)}")
     if self.reduce_depth >= MAX_REDUCE_DEPTH:
         raise RecursionError(f"reduce values are nested more than {MAX_REDUCE_DEPTH} deep while pickling an object")
     f = push(self, K_REDUCE, obj)
@@ -2418,7 +2479,9 @@ cdef int begin_reduce(Pickler self, PyObject* value, PyObject* obj) except -1:
                     raise PicklingError("args[0] from __newobj__ args is not a type")
                 if obj != NULL:
                     obj_class = lookup(<object>obj, S_class)
-                    if <PyObject*>obj_class != cls and not (obj_class is None and <PyObject*>type_of(obj) == cls):
+                    if obj_class is MISSING:
+                        obj_class = type(<object>obj)
+                    if <PyObject*>obj_class != cls:
                         raise PicklingError("args[0] from __newobj__ args has the wrong class")
     f.step = step
     return 1
@@ -2429,15 +2492,15 @@ cdef int check_newobj_ex(Pickler self, Frame* f, tuple arguments) except -1:
     if len(arguments) != 3:
         raise PicklingError(f"length of the NEWOBJ_EX argument tuple must be exactly 3, not {len(arguments)}")
     cls, args, kwargs = arguments
-    if not isinstance(cls, type):
+    if not PyType_Check(<PyObject*>cls):
         raise PicklingError(f"first item from NEWOBJ_EX argument tuple must be a class, "
-                            f"not {type(cls).__name__:.200}")
+                            f"not {type_name(cls)}")
     if not isinstance(args, tuple):
         raise PicklingError(f"second item from NEWOBJ_EX argument tuple must be a tuple, "
-                            f"not {type(args).__name__:.200}")
+                            f"not {type_name(args)}")
     if not isinstance(kwargs, dict):
         raise PicklingError(f"third item from NEWOBJ_EX argument tuple must be a dict, "
-                            f"not {type(kwargs).__name__:.200}")
+                            f"not {type_name(kwargs)}")
     if self.proto >= 4:
         return R_NEWOBJ_EX_CLASS
     stand_in = partial(cls.__new__, cls, *args, **kwargs)
@@ -2613,15 +2676,21 @@ cdef int save_instance(Pickler self, PyObject* obj, PyTypeObject* t, TypeInfo* i
     cdef size_t slot
     cdef Py_ssize_t position
     cdef Frame* f
+    cdef bint plain
     if info.epoch != self.epoch:
-        if dispatched(self, t) is not None:
+        if dispatched(self, t) is not MISSING:
             return 2
         if info.type != t:      # a mapping of Python code may have made us inspect other types
             return 2
         info.epoch = self.epoch
     if fastcap_has_dict(t):
         state = PyObject_GenericGetDict(obj, NULL)
-        if not PyDict_CheckExact(state) or has_own_protocol(state):
+        try:
+            plain = PyDict_CheckExact(state) and not has_own_protocol(state)
+        except:
+            decref(state)
+            raise
+        if not plain:
             decref(state)
             return 2
         if dict_size(state) == 0:
@@ -2635,6 +2704,12 @@ cdef int save_instance(Pickler self, PyObject* obj, PyTypeObject* t, TypeInfo* i
         f.a = state
         return 1
     put_get(self, position)
+    if self.out.next >= self.out.limit:
+        try:
+            boundary(self)
+        except:
+            xdecref(state)
+            raise
     put(self, OP_EMPTY_TUPLE)
     put(self, OP_NEWOBJ)
     memo_find(&self.memo_table, obj, &slot)
@@ -2804,4 +2879,4 @@ cdef str short(object key):
     if type(key) is str or type(key) is int or type(key) is bytes:
         text = repr(key[:40] if type(key) is not int else key)
         return text if len(text) <= 60 else text[:57] + "..."
-    return f"<{type(key).__name__}>"
+    return f"<{type_name(key)}>"
