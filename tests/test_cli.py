@@ -119,11 +119,10 @@ def command(*arguments):
 
 
 def environment(**variables):
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]) if (ROOT / "fastcap").is_dir() else ""
-    base = {
-        key: value for key, value in os.environ.items() if key not in ("COLUMNS", "NO_COLOR", "FORCE_COLOR", "TERM")
-    }
-    return {**base, "PYTHONPATH": path or os.environ.get("PYTHONPATH", ""), **variables}
+    """For a process that imports the fastcap under test, and looks for its terminal by itself."""
+    own = ("COLUMNS", "NO_COLOR", "FORCE_COLOR", "TERM")
+    path = os.pathsep.join([str(Path(fastcap.__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
+    return {**{key: value for key, value in os.environ.items() if key not in own}, "PYTHONPATH": path, **variables}
 
 
 def spawn(*arguments, input=None, **variables):
@@ -333,7 +332,7 @@ def test_json_goes_in_as_it_came_out(folder, capsys):
 
 
 @pytest.mark.parametrize(
-    ("text", "kind", "where", "name"),
+    ("text", "expected", "where", "name"),
     [
         ("-", "stdin", "-", ""),
         ("payload.pkl", "file", "payload.pkl", ""),
@@ -345,11 +344,11 @@ def test_json_goes_in_as_it_came_out(folder, capsys):
         ("noext:f", "script", "noext", "f"),
     ],
 )
-def test_parse_target(folder, text, kind, where, name):
+def test_parse_target(folder, text, expected, where, name):
     (folder / "odd:name.pkl").write_bytes(b"N.")
     (folder / "noext").write_text("f = 1\n")
     target = parse_target(text)
-    assert (target.kind, target.where, target.name) == (kind, where, name)
+    assert (target.kind, target.where, target.name) == (expected, where, name)
 
 
 # ---- bad input
