@@ -11,7 +11,7 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import IO, TYPE_CHECKING, Any
 
 import click
@@ -174,7 +174,7 @@ def _analyze_object(target: Target, options: ViewOptions, flavor: str, protocol:
     note = f"imported {target.where}"
     if target.kind == "script":
         note += ' as __main__, without what is under `if __name__ == "__main__":`'
-    return replace(report, target=target.name, notes=(*report.notes, note), make_details=lambda: details)
+    return _changed(report, target=target.name, notes=(*report.notes, note), make_details=lambda: details)
 
 
 def _read_payload(target: Target, options: ViewOptions, view_options: Sequence[str], *, progress: bool) -> Report:
@@ -195,7 +195,7 @@ def _read_payload(target: Target, options: ViewOptions, view_options: Sequence[s
         with _progress_bar(str(target), wanted=progress) as advance:
             try:
                 report = scan(target.where if regular else file, options=options, progress=advance)
-                return replace(report, target=str(target))
+                return _changed(report, target=str(target))
             except PayloadError as error:
                 raise TargetError(f"{target} is not a pickle that can be read: {error}{_guess_kind(file)}") from error
 
@@ -244,7 +244,12 @@ def _with_budget(report: Report, max_size: int) -> Report:
     size = report.payload_size
     budget = Limit(_BUDGET, max_size, size / max(max_size, 1), size > max_size, "error", "the command line")
     limits = (budget, *(limit for limit in details.limits if limit.name != _BUDGET))
-    return replace(report, make_details=lambda: replace(details, limits=limits))
+    return _changed(report, make_details=lambda: replace(details, limits=limits))
+
+
+def _changed(report: Report, **changes: Any) -> Report:
+    """A plain report of the same facts, but for the changes."""
+    return Report(**{each.name: getattr(report, each.name) for each in fields(Report)} | changes)
 
 
 # ---- output

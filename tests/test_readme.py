@@ -68,8 +68,8 @@ def test_console(shell, block):
             expected.append("")
         else:
             expected[-1] += line + "\n"
-    mark = "----8<----"
-    script = "".join(f"{command}\n{{ code=$?; echo {mark}; (exit $code); }}\n" for command in commands)
+    mark = "---- next command ----"
+    script = "".join(f"{command}\n{{ code=$?; echo '{mark}'; (exit $code); }}\n" for command in commands)
     printed = shell(script).split(f"{mark}\n")[:-1]
     assert len(printed) == len(commands) >= 4
     for command, found, text in zip(commands, printed, expected):
