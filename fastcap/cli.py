@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
 FINE, OVER_BUDGET, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
-FLAVORS = ("cloudpickle", "ray.cloudpickle", "joblib.externals.cloudpickle", "pyspark.cloudpickle")
 _MAX_REPORT_SIZE = 256 * 1024**2  # bytes of JSON that are read back as a report
 _PIPE_WIDTH = 100  # columns where there is no terminal to ask
 _PROGRESS_DELAY = 1.0  # seconds
@@ -75,9 +75,9 @@ def cli(ctx: click.Context) -> None:
 @click.option("--max-size", type=_size, metavar="SIZE", help="Exit with 1 if the payload is bigger.")
 @click.option(
     "--flavor",
-    type=click.Choice(FLAVORS),
     metavar="NAME",
-    help=f"Whose pickler, for objects: {', '.join(FLAVORS)}.  [default: cloudpickle]",
+    help="Whose pickler, for objects: cloudpickle, ray.cloudpickle, joblib.externals.cloudpickle, pyspark.cloudpickle.  "
+    "[default: cloudpickle]",
 )
 @click.option("--protocol", type=click.IntRange(0, 5), metavar="N", help="Pickle protocol, for objects.")
 @click.option("--no-progress", is_flag=True, help="No progress bar on standard error.")
@@ -158,8 +158,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _analyze_object(target: Target, options: ViewOptions, flavor: str, protocol: int | None) -> Report:
-    from fastcap.analysis import analyze
+    from fastcap.analysis import FLAVORS, analyze
 
+    if flavor not in FLAVORS:
+        raise TargetError(f"--flavor {flavor} is none of {', '.join(FLAVORS)}")
+    try:
+        importlib.import_module(flavor)
+    except ImportError as error:
+        raise TargetError(f"--flavor {flavor} cannot be used here: {error}") from error
     _say(f"importing {target.where}")
     # What the module prints is not part of the report.
     with redirect_stdout(sys.stderr), imported(target) as thing:

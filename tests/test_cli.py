@@ -194,7 +194,7 @@ def test_installed_command_and_module_agree():
         (["analyze", "payload.pkl", "--sort", "size"], "'retained', 'self', 'subtree'"),
         (["analyze", "payload.pkl", "--max-size", "10 quux"], "'10 quux' is not a size: write 10MiB"),
         (["analyze", "payload.pkl", "--min-size", "-1"], "not a size"),
-        (["analyze", "train.py:train", "--flavor", "dill"], "ray.cloudpickle"),
+        (["analyze", "train.py:train", "--flavor", "dill"], "--flavor dill is none of cloudpickle, ray.cloudpickle"),
         (["analyze", "train.py:train", "--protocol", "6"], "--protocol"),
         (["analyze", "payload.pkl", "second.pkl"], "second.pkl"),
     ],
@@ -307,6 +307,13 @@ def test_flavor_and_protocol_are_used(folder, capsys):
     for protocol in (2, 4, 5):
         _, out, _ = run(capsys, "analyze", "train.py:step", "--protocol", protocol, "-f", "json")
         assert json.loads(out)["protocol"] == protocol
+
+
+def test_missing_flavor_is_told_before_anything_is_imported(folder, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyspark", None)
+    code, out, err = run(capsys, "analyze", "train.py:step", "--flavor", "pyspark.cloudpickle")
+    assert (code, out) == (2, "")
+    assert re.fullmatch(r"fastcap: --flavor pyspark\.cloudpickle cannot be used here: .*\n", err)
 
 
 def test_other_flavor(folder, capsys):
