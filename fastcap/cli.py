@@ -76,8 +76,8 @@ def cli(ctx: click.Context) -> None:
 @click.option(
     "--flavor",
     metavar="NAME",
-    help="Whose pickler, for objects: cloudpickle, ray.cloudpickle, joblib.externals.cloudpickle, pyspark.cloudpickle.  "
-    "[default: cloudpickle]",
+    help="Whose pickler, for objects: cloudpickle, ray.cloudpickle, joblib.externals.cloudpickle, "
+    "pyspark.cloudpickle.  [default: cloudpickle]",
 )
 @click.option("--protocol", type=click.IntRange(0, 5), metavar="N", help="Pickle protocol, for objects.")
 @click.option("--no-progress", is_flag=True, help="No progress bar on standard error.")

@@ -53,7 +53,7 @@ def parse_size(text: str) -> int:
         raise ValueError(f"{shown!r} is not a size: write 10MiB, 10 MB, 512k, 1e6 or a number of bytes")
     fraction = match[2] or ""
     digits = int(f"0{match[1]}{fraction}".replace(",", ""))
-    size = digits * 10 ** int(match[3] or 0) * multiplier // 10 ** len(fraction)
+    size: int = digits * 10 ** int(match[3] or 0) * multiplier // 10 ** len(fraction)
     if size > _MAX_SIZE:
         raise ValueError(f"{text!r} is more than any payload: write 10MiB, 10 MB, 512k, 1e6 or a number of bytes")
     return size
