@@ -1,5 +1,5 @@
 # The tables that a scan fills and a graph reads. Header only: structs and constants.
-from libc.stdint cimport uint8_t, uint32_t, uint64_t
+from libc.stdint cimport uint8_t, uint16_t, uint32_t, uint64_t
 
 cdef extern from *:
     """
@@ -39,6 +39,7 @@ cdef struct Node:
     uint32_t memo     # memo index of the last PUT on it; NO_INDEX if never memoized
     uint8_t op        # opcode that made it (its byte); 0 for a file of several pickles and for raw bytes
     uint8_t flags     # NodeFlag bits
+    uint16_t unused   # 0; named so that no uninitialised byte is ever handed out
 
 # A GET: the node `source` refers to what `target` memoized. `place` is as in Node.
 cdef struct Ref:

@@ -169,7 +169,7 @@ class Tables(NamedTuple):
     """What a scan found, for `fastcap._native.graph.Graph`. The first five are buffers of the structs in nodes.pxd."""
 
     nodes: object            # Node, in preorder
-    references: object       # Ref, those of one source in the order of the stream
+    references: object       # Ref, grouped by target in rising order
     skeleton: object         # the stream's bytes without overhead and without long arguments
     holes: object            # Hole
     overheads: object        # Overhead
@@ -177,6 +177,7 @@ class Tables(NamedTuple):
     stream_size: int         # bytes
     protocol: int
     pickle_count: int
+    memo_missed: bool        # a further pickle refers to a memo entry it does not set: try ``shared_memo``
     tail: str                # why the bytes after the last pickle are no pickle; "" if there are none
 
 
@@ -188,12 +189,15 @@ cdef class Scanner:
     be announced with `add_buffer`. With ``max_nodes``, a stream with more nodes than that is refused.
 
     `write` raises `fastcap.PayloadError` where the bytes are not a pickle stream; after that the scanner is unusable.
-    Several pickles may follow one another. What comes after a complete pickle and is not another one is kept as raw
-    bytes, as torch's legacy files have it, and `Tables.tail` says why it is not a pickle.
+    Several pickles may follow one another; with ``shared_memo`` they were written by one pickler that kept its memo.
+    What comes after a complete pickle and is not another one is kept as raw bytes, as torch's legacy files have it, and
+    `Tables.tail` says why it is not a pickle.
     """
 
     cdef Block nodes, refs, skeleton, holes, overheads
     cdef uint32_t node_count, ref_count, max_nodes
+    cdef bint shared_memo       # the memo lives on from pickle to pickle
+    cdef bint memo_missed       # a pickle that is not the first one refers to a memo entry it has not set
     cdef bint nodes_sorted      # created in preorder so far
     cdef Item* stack            # owned
     cdef Py_ssize_t depth, stack_capacity
@@ -228,7 +232,7 @@ cdef class Scanner:
     cdef Py_ssize_t safe_skeleton, safe_holes, safe_overheads
     cdef uint64_t safe_net, safe_overhead
 
-    def __init__(self, buffer_sizes=None, *, max_nodes=0xFFFFFFFE):
+    def __init__(self, buffer_sizes=None, *, max_nodes=0xFFFFFFFE, shared_memo=False):
         if self.nodes is not None:
             raise TypeError("Scanner.__init__ may be called only once")
         self.nodes, self.refs, self.skeleton, self.holes, self.overheads, self.carry = (
@@ -237,6 +241,7 @@ cdef class Scanner:
         for size in buffer_sizes or ():
             self.add_buffer(size)
         self.max_nodes = min(max_nodes, 0xFFFFFFFE)
+        self.shared_memo = shared_memo
         self.nodes_sorted = True
         self.bottom_orphans = self.discarded = NO_INDEX
         self.roots = []
@@ -343,8 +348,9 @@ cdef class Scanner:
         if not self.nodes_sorted or root != 0:
             self.sort_nodes(root)
         self.count_subtrees()
+        self.group_refs()
         return Tables(self.nodes, self.refs, self.skeleton, self.holes, self.overheads, self.buffer_sizes,
-                      self.taken, max(self.protocol, self.implied), len(self.roots), self.tail)
+                      self.taken, max(self.protocol, self.implied), len(self.roots), self.memo_missed, self.tail)
 
     # ---- chunks -----------------------------------------------------------------------------------------------------
 
@@ -640,6 +646,7 @@ cdef class Scanner:
         elif self.sparse_memo is not None:
             node = self.sparse_memo.get(index, NO_INDEX)
         if node == NO_INDEX:
+            self.memo_missed = len(self.roots) > 0
             self.fail(f"memo entry {index} is used before it is set", at)
         if self.discarding:
             self.push(TAG_REF, op, node, self.discard_start)
@@ -789,11 +796,12 @@ cdef class Scanner:
         node.end = net
         self.depth = self.mark_count = self.fence = 0
         self.bottom_orphans = NO_INDEX
-        for i in range(self.memo_used):
-            self.memo[i] = NO_INDEX
-        self.memo_used = 0
-        self.memoized = 0
-        self.sparse_memo = None
+        if not self.shared_memo:
+            for i in range(self.memo_used):
+                self.memo[i] = NO_INDEX
+            self.memo_used = 0
+            self.memoized = 0
+            self.sparse_memo = None
         self.inside = False
         self.roots.append(root)
         return 0
@@ -1264,6 +1272,44 @@ cdef class Scanner:
             for i in range(self.node_count - 1, 0, -1):
                 nodes[nodes[i].parent].count += nodes[i].count
 
+    cdef int group_refs(self) except -1:
+        """Group the memo references by target, in place ("American flag" sort with one bucket a node).
+
+        In place, and here rather than in the graph, because a stream can have several times as many references as nodes.
+        """
+        cdef Ref* refs = <Ref*>self.refs.data
+        cdef Ref held, other
+        cdef uint32_t n = self.node_count
+        cdef uint32_t i, target
+        cdef uint32_t* start   # where the group of a target begins; n + 1 entries
+        cdef uint32_t* free    # where its next reference goes
+        if self.ref_count == 0:
+            return 0
+        start = <uint32_t*>PyMem_RawMalloc((2 * <size_t>n + 1) * sizeof(uint32_t))
+        if start == NULL:
+            raise MemoryError()
+        free = start + n + 1
+        with nogil:
+            memset(start, 0, (<size_t>n + 1) * sizeof(uint32_t))
+            for i in range(self.ref_count):
+                start[refs[i].target + 1] += 1
+            for i in range(n):
+                start[i + 1] += start[i]
+                free[i] = start[i]
+            for i in range(n):
+                while free[i] < start[i + 1]:
+                    held = refs[free[i]]
+                    while held.target != i:
+                        target = held.target
+                        other = refs[free[target]]
+                        refs[free[target]] = held
+                        free[target] += 1
+                        held = other
+                    refs[free[i]] = held
+                    free[i] += 1
+        PyMem_RawFree(start)
+        return 0
+
 
 cdef inline void fill_node(Node* node, uint8_t op, uint64_t start, uint64_t end) noexcept nogil:
     node.start = start
@@ -1275,6 +1321,7 @@ cdef inline void fill_node(Node* node, uint8_t op, uint64_t start, uint64_t end)
     node.memo = NO_INDEX
     node.op = op
     node.flags = 0
+    node.unused = 0
 
 
 cdef inline uint32_t place_of(uint32_t role, uint64_t position) noexcept nogil:
