@@ -110,7 +110,7 @@ def test_views_agree_with_the_tables(corpus_payloads):
             view = graph.node(index)
             assert (view.self_size, view.subtree_size, view.retained_size) == (own[index], subtree[index], retained[index])
             edges = graph.edges(index)
-            assert all(isinstance(edge, Edge) and edge.role in (OPERAND, ITEM, PAIR, STATE, DISCARD) or view.op == "FILE"
+            assert all((isinstance(edge, Edge) and edge.role in (OPERAND, ITEM, PAIR, STATE, DISCARD)) or view.op == "FILE"
                        for edge in edges)
             children = [edge.target for edge in edges if not edge.is_reference]
             assert sorted(children) == [child for child in range(len(graph)) if graph.node(child).parent == index]
