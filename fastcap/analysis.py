@@ -84,7 +84,6 @@ def _pickle(obj: object, scanner: Scanner, protocol: int | None, flavor: str) ->
 
 def _report(graph: Graph, name: str | None, options: ViewOptions, notes: tuple[str, ...] = ()) -> Report:
     explainer = Explainer(graph, name)
-    subject = explainer.subject(0)
 
     def find(path: str) -> NodeRow | None:
         parsed = parse(path)
@@ -100,10 +99,8 @@ def _report(graph: Graph, name: str | None, options: ViewOptions, notes: tuple[s
         # written first somewhere inside another object, where it has no path of its own
         return replace(row, path=str(parsed), label=str(parsed.steps[-1]))
 
-    return Report(
-        target=explainer.path(0) or "obj",
-        type=subject.type,
-        what=subject.what,
+    return _MeasuredReport(
+        explainer,
         payload_size=graph.payload_size,
         stream_size=graph.stream_size,
         buffer_size=graph.buffer_size,
@@ -115,6 +112,23 @@ def _report(graph: Graph, name: str | None, options: ViewOptions, notes: tuple[s
         make_details=lambda: _details(explainer, options),
         find_row=find,
     )
+
+
+class _MeasuredReport(Report):
+    """A report that puts its root into words when they are asked for: sizes alone cost little more than pickling."""
+
+    def __init__(self, explainer: Explainer, **facts: Any) -> None:
+        for name, value in {"explainer": explainer, "pickle_count": 1, "notes": (), **facts}.items():
+            object.__setattr__(self, name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("target", "type", "what"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        explainer: Explainer = self.__dict__["explainer"]
+        subject = explainer.subject(0)
+        for known, value in (("target", explainer.path(0)), ("type", subject.type), ("what", subject.what)):
+            object.__setattr__(self, known, value)
+        return self.__dict__[name]
 
 
 def _details(explainer: Explainer, options: ViewOptions) -> Details:
