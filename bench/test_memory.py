@@ -3,7 +3,7 @@
 import pytest
 
 from bench import targets
-from bench.conftest import Worker
+from bench.worker import Worker
 
 PAIRS = list(dict.fromkeys((row.workload, contender) for row in targets.MEMORY
                            for contender in (row.rival, row.contender) if contender))

@@ -3,7 +3,7 @@
 import pytest
 
 from bench import targets
-from bench.conftest import measured_time
+from bench.worker import measured_time
 
 GROUPS: dict[str, list[str]] = {}
 for row in [*targets.PICKLER, *targets.ANALYSIS, *targets.SCANNER]:
