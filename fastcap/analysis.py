@@ -6,10 +6,9 @@
 from __future__ import annotations
 
 import heapq
-import importlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Any
 
 from fastcap._native.graph import Graph
 from fastcap._native.scanner import Scanner
@@ -17,10 +16,8 @@ from fastcap.explain import Explainer, Place
 from fastcap.limits import limits_for
 from fastcap.opening import Source, scan_source
 from fastcap.paths import parse
+from fastcap.pickling import dump
 from fastcap.report import Capture, Details, NodeRow, Report, TypeRow, ViewOptions
-
-FLAVORS: Final = ("cloudpickle", "ray.cloudpickle", "joblib.externals.cloudpickle", "pyspark.cloudpickle")
-"""Copies of cloudpickle that an object can be pickled with."""
 
 MAX_ROWS = 400
 """Rows of the tree at most, ``[N more]`` rows not counted."""
@@ -47,10 +44,10 @@ def analyze(
     """What pickling an object with cloudpickle would write, without keeping the bytes.
 
     ``name`` is the root of all paths (default: the ``__name__`` of a function or class, else ``obj``); ``flavor`` is
-    the copy of cloudpickle to pickle with, one of `FLAVORS`. Whatever the pickler raises is passed on.
+    the copy of cloudpickle to pickle with, one of `fastcap.pickling.FLAVORS`. Whatever the pickler raises is passed on.
     """
     scanner = Scanner()
-    _pickle(obj, scanner, protocol, flavor)
+    dump(obj, scanner, protocol, flavor=flavor)
     return _report(Graph(scanner.finish()), name, options)
 
 
@@ -73,13 +70,6 @@ def scan(
     if graph.tail:
         notes = (*notes, f"bytes after the last pickle are no pickle: {graph.tail}")
     return _report(graph, name, options, notes)
-
-
-def _pickle(obj: object, scanner: Scanner, protocol: int | None, flavor: str) -> None:
-    """Pickle an object into a scanner with a copy of cloudpickle."""
-    if flavor not in FLAVORS:
-        raise ValueError(f"flavor {flavor!r}: expected one of {', '.join(FLAVORS)}")
-    importlib.import_module(flavor).Pickler(scanner, protocol=protocol).dump(obj)
 
 
 def _report(graph: Graph, name: str | None, options: ViewOptions, notes: tuple[str, ...] = ()) -> Report:

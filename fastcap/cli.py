@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
@@ -11,7 +12,7 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import IO, TYPE_CHECKING, Any
 
 import click
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
 FINE, OVER_BUDGET, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
-FLAVORS = ("cloudpickle", "ray.cloudpickle", "joblib.externals.cloudpickle", "pyspark.cloudpickle")
 _MAX_REPORT_SIZE = 256 * 1024**2  # bytes of JSON that are read back as a report
 _PIPE_WIDTH = 100  # columns where there is no terminal to ask
 _PROGRESS_DELAY = 1.0  # seconds
@@ -75,9 +75,9 @@ def cli(ctx: click.Context) -> None:
 @click.option("--max-size", type=_size, metavar="SIZE", help="Exit with 1 if the payload is bigger.")
 @click.option(
     "--flavor",
-    type=click.Choice(FLAVORS),
     metavar="NAME",
-    help=f"Whose pickler, for objects: {', '.join(FLAVORS)}.  [default: cloudpickle]",
+    help="Whose pickler, for objects: cloudpickle, ray.cloudpickle, joblib.externals.cloudpickle, "
+    "pyspark.cloudpickle.  [default: cloudpickle]",
 )
 @click.option("--protocol", type=click.IntRange(0, 5), metavar="N", help="Pickle protocol, for objects.")
 @click.option("--no-progress", is_flag=True, help="No progress bar on standard error.")
@@ -159,7 +159,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _analyze_object(target: Target, options: ViewOptions, flavor: str, protocol: int | None) -> Report:
     from fastcap.analysis import analyze
+    from fastcap.pickling import FLAVORS
 
+    if flavor not in FLAVORS:
+        raise TargetError(f"--flavor {flavor} is none of {', '.join(FLAVORS)}")
+    try:
+        importlib.import_module(flavor)
+    except ImportError as error:
+        raise TargetError(f"--flavor {flavor} cannot be used here: {error}") from error
     _say(f"importing {target.where}")
     # What the module prints is not part of the report.
     with redirect_stdout(sys.stderr), imported(target) as thing:
@@ -174,7 +181,7 @@ def _analyze_object(target: Target, options: ViewOptions, flavor: str, protocol:
     note = f"imported {target.where}"
     if target.kind == "script":
         note += ' as __main__, without what is under `if __name__ == "__main__":`'
-    return replace(report, target=target.name, notes=(*report.notes, note), make_details=lambda: details)
+    return _changed(report, target=target.name, notes=(*report.notes, note), make_details=lambda: details)
 
 
 def _read_payload(target: Target, options: ViewOptions, view_options: Sequence[str], *, progress: bool) -> Report:
@@ -195,7 +202,7 @@ def _read_payload(target: Target, options: ViewOptions, view_options: Sequence[s
         with _progress_bar(str(target), wanted=progress) as advance:
             try:
                 report = scan(target.where if regular else file, options=options, progress=advance)
-                return replace(report, target=str(target))
+                return _changed(report, target=str(target))
             except PayloadError as error:
                 raise TargetError(f"{target} is not a pickle that can be read: {error}{_guess_kind(file)}") from error
 
@@ -244,7 +251,12 @@ def _with_budget(report: Report, max_size: int) -> Report:
     size = report.payload_size
     budget = Limit(_BUDGET, max_size, size / max(max_size, 1), size > max_size, "error", "the command line")
     limits = (budget, *(limit for limit in details.limits if limit.name != _BUDGET))
-    return replace(report, make_details=lambda: replace(details, limits=limits))
+    return _changed(report, make_details=lambda: replace(details, limits=limits))
+
+
+def _changed(report: Report, **changes: Any) -> Report:
+    """A plain report of the same facts, but for the changes."""
+    return Report(**{each.name: getattr(report, each.name) for each in fields(Report)} | changes)
 
 
 # ---- output

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
-from decimal import Decimal
 from functools import cached_property
 from typing import Any, Literal
 
@@ -30,7 +29,7 @@ def format_size(size: float, *, exact: bool = False) -> str:
 
 
 _SIZE = re.compile(
-    r"((?:\d{1,3}(?:,\d{3})+|\d{1,30})(?:\.\d{0,30})?|\.\d{1,30})(e\+?\d{1,2})?\s*([a-z]{0,5})", re.ASCII
+    r"(\d{1,3}(?:,\d{3})+|\d{1,30}|(?=\.\d))(?:\.(\d{0,30}))?(?:e\+?(\d{1,2}))?\s*([a-z]{0,5})", re.ASCII
 )
 _MULTIPLIERS = {"": 1, "b": 1, "byte": 1, "bytes": 1} | {
     letter + suffix: (1000 if suffix == "b" else 1024) ** power
@@ -48,14 +47,16 @@ def parse_size(text: str) -> int:
     does not matter. ``ValueError`` for anything else, for a negative size and for 2**63 bytes or more.
     """
     match = _SIZE.fullmatch(text.strip().lower())
-    multiplier = _MULTIPLIERS.get(match[3]) if match else None
+    multiplier = _MULTIPLIERS.get(match[4]) if match else None
     if match is None or multiplier is None:
         shown = text if len(text) <= 40 else text[:39] + "…"
         raise ValueError(f"{shown!r} is not a size: write 10MiB, 10 MB, 512k, 1e6 or a number of bytes")
-    size = Decimal(match[1].replace(",", "") + (match[2] or "")) * multiplier
+    fraction = match[2] or ""
+    digits = int(f"0{match[1]}{fraction}".replace(",", ""))
+    size: int = digits * 10 ** int(match[3] or 0) * multiplier // 10 ** len(fraction)
     if size > _MAX_SIZE:
         raise ValueError(f"{text!r} is more than any payload: write 10MiB, 10 MB, 512k, 1e6 or a number of bytes")
-    return int(size)
+    return size
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,8 +134,14 @@ def _rename_module(old: str, new: str) -> None:
         if kind is FunctionType:
             if _is(thing.__module__, old):
                 thing.__module__ = new
-        elif issubclass(kind, type) and _is(type.__getattribute__(thing, "__dict__").get("__module__"), old):
-            type.__setattr__(thing, "__module__", new)  # not a metaclass's own, which may do anything
+        elif issubclass(kind, type):
+            # Not by way of a metaclass, which may do anything.
+            attributes = type.__getattribute__(thing, "__dict__")
+            if _is(attributes.get("__module__"), old):
+                line = attributes.get("__firstlineno__")
+                type.__setattr__(thing, "__module__", new)
+                if line is not None:  # CPython 3.13 drops it when __module__ is set (gh-118465)
+                    type.__setattr__(thing, "__firstlineno__", line)
 
 
 def _is(value: object, text: str) -> bool:

@@ -16,6 +16,7 @@ from libc.string cimport memchr, memcpy, memset
 from nodes cimport *
 from opcodes cimport *
 
+import heapq
 import pickletools
 from typing import NamedTuple
 
@@ -77,9 +78,8 @@ cdef class Graph:
     cdef uint64_t* buffers              # owned; bytes of each out-of-band buffer
     cdef uint32_t buffer_count
     cdef uint64_t* buffered             # owned; bytes of the buffers inside each subtree; NULL if there are no buffers
-    cdef uint32_t* first_in             # owned; node -> where its referrers begin in `incoming`; n + 1 entries, or NULL
-    cdef uint32_t* incoming             # owned; reference numbers grouped by target
-    cdef uint32_t* first_out            # owned; node -> where its own references begin in `outgoing`; likewise
+    cdef uint32_t* first_out            # owned; node -> where its own references begin in `outgoing`; n + 1 entries,
+                                        # or NULL until asked for
     cdef uint32_t* outgoing             # owned; reference numbers grouped by source
     cdef uint32_t* idom                 # owned; immediate dominators; NULL until asked for
     cdef uint64_t* retained             # owned; bytes; NULL until asked for
@@ -139,8 +139,6 @@ cdef class Graph:
             PyBuffer_Release(self.view(field))
         PyMem_RawFree(self.buffers)
         PyMem_RawFree(self.buffered)
-        PyMem_RawFree(self.first_in)
-        PyMem_RawFree(self.incoming)
         PyMem_RawFree(self.first_out)
         PyMem_RawFree(self.outgoing)
         PyMem_RawFree(self.idom)
@@ -171,7 +169,8 @@ cdef class Graph:
         net_size = self.stream_size - self.overhead
         with nogil:
             node = &self.nodes[0]
-            if node.parent != NO_INDEX or node.count != self.n or node.start != 0 or node.end != net_size:
+            if node.parent != NO_INDEX or node.count != self.n or node.start != 0 or node.end != net_size \
+                    or names_no_node(node, self.n):
                 bad = 0
             for i in range(1, self.n):
                 node = &self.nodes[i]
@@ -181,20 +180,16 @@ cdef class Graph:
                 parent = &self.nodes[node.parent]
                 if (node.count == 0 or node.count > self.n - i or i + node.count > node.parent + parent.count
                         or node.end < node.start or node.start < parent.start or node.end > parent.end
-                        or (node.parent != i - 1 and (node.start < self.nodes[i - 1].end or i != next_after(self.nodes, i)))):
+                        or (node.parent != i - 1 and (node.start < self.nodes[i - 1].end or i != next_after(self.nodes, i)))
+                        or names_no_node(node, self.n)):
                     bad = i
                     break
-            if bad == NO_INDEX:
-                for i in range(self.n):
-                    node = &self.nodes[i]
-                    if (is_call(node.op) or node.flags & FLAG_ALIAS) and node.arg != NO_INDEX and node.arg >= self.n:
-                        bad = i
-                        break
         if bad != NO_INDEX:
             raise ValueError(f"node {bad} of {self.n} does not fit into the tree: {self.nodes[bad]}")
         with nogil:
             for i in range(self.ref_count):
-                if self.refs[i].source >= self.n or self.refs[i].target >= self.n:
+                if (self.refs[i].source >= self.n or self.refs[i].target >= self.n
+                        or (i and self.refs[i].target < self.refs[i - 1].target)):
                     bad = i
                     break
         if bad != NO_INDEX:
@@ -226,56 +221,78 @@ cdef class Graph:
             child += self.nodes[child].count
         return size
 
-    cdef int need_incoming(self) except -1:
-        if self.first_in == NULL:
-            self.group(False, &self.first_in, &self.incoming)
-        return 0
-
     cdef int need_outgoing(self) except -1:
-        if self.first_out == NULL:
-            self.group(True, &self.first_out, &self.outgoing)
-        return 0
-
-    cdef int group(self, bint by_source, uint32_t** first_slot, uint32_t** grouped_slot) except -1:
-        """Group the references by source or by target (counting sort); a group keeps their order."""
-        cdef uint32_t* first = <uint32_t*>allocate((<size_t>self.n + 2) * sizeof(uint32_t))
-        cdef uint32_t* grouped = <uint32_t*>PyMem_RawMalloc((<size_t>self.ref_count + 1) * sizeof(uint32_t))
-        cdef uint32_t i, end
+        """Group the references by source (counting sort)."""
+        cdef uint32_t* first
+        cdef uint32_t* grouped
+        cdef uint32_t i, source
+        if self.first_out != NULL:
+            return 0
+        first = <uint32_t*>allocate((<size_t>self.n + 2) * sizeof(uint32_t))
+        grouped = <uint32_t*>PyMem_RawMalloc((<size_t>self.ref_count + 1) * sizeof(uint32_t))
         if grouped == NULL:
             PyMem_RawFree(first)
             raise MemoryError()
         with nogil:
-            # first[e + 2] counts, then becomes where e + 1 begins; filling group e moves first[e + 1] to where it ends
+            # first[s + 2] counts, then becomes where s + 1 begins; filling group s moves first[s + 1] to where it ends
             memset(first, 0, (<size_t>self.n + 2) * sizeof(uint32_t))
             for i in range(self.ref_count):
-                first[(self.refs[i].source if by_source else self.refs[i].target) + 2] += 1
+                first[self.refs[i].source + 2] += 1
             for i in range(2, self.n + 2):
                 first[i] += first[i - 1]
             for i in range(self.ref_count):
-                end = (self.refs[i].source if by_source else self.refs[i].target) + 1
-                grouped[first[end]] = i
-                first[end] += 1
-        if first_slot[0] != NULL:  # another thread was faster while the GIL was released
+                source = self.refs[i].source
+                grouped[first[source + 1]] = i
+                first[source + 1] += 1
+        if self.first_out != NULL:  # another thread was faster while the GIL was released
             PyMem_RawFree(first)
             PyMem_RawFree(grouped)
             return 0
-        grouped_slot[0] = grouped
-        first_slot[0] = first
+        self.outgoing = grouped
+        self.first_out = first
         return 0
+
+    cdef int order_outgoing(self, uint32_t i) except -1:
+        """Put the references of one node into the order of their places."""
+        cdef uint32_t r
+        cdef uint32_t first = self.first_out[i]
+        cdef uint32_t end = self.first_out[i + 1]
+        for r in range(first + 1, end):
+            if self.refs[self.outgoing[r]].place < self.refs[self.outgoing[r - 1]].place:
+                break
+        else:
+            return 0
+        numbers = [(self.refs[self.outgoing[r]].place, self.outgoing[r]) for r in range(first, end)]
+        numbers.sort()
+        for r in range(first, end):
+            self.outgoing[r] = numbers[r - first][1]
+        return 0
+
+    cdef uint32_t first_ref(self, uint32_t target) noexcept:
+        """Number of the first reference whose target is not before this node."""
+        cdef uint32_t low = 0
+        cdef uint32_t high = self.ref_count
+        cdef uint32_t middle
+        while low < high:
+            middle = low + (high - low) // 2
+            if self.refs[middle].target < target:
+                low = middle + 1
+            else:
+                high = middle
+        return low
 
     cdef int need_dominators(self) except -1:
         cdef uint32_t* idom
         cdef uint32_t* work
         if self.idom != NULL:
             return 0
-        self.need_incoming()
         idom = <uint32_t*>allocate(self.n * sizeof(uint32_t))
         work = <uint32_t*>PyMem_RawMalloc(3 * <size_t>self.n * sizeof(uint32_t))
         if work == NULL:
             PyMem_RawFree(idom)
             raise MemoryError()
         with nogil:
-            find_dominators(self.nodes, self.refs, self.first_in, self.incoming, self.n, idom,
+            find_dominators(self.nodes, self.refs, self.ref_count, self.n, idom,
                             work, work + self.n, work + 2 * <size_t>self.n)
         PyMem_RawFree(work)
         if self.idom != NULL:
@@ -355,6 +372,7 @@ cdef class Graph:
         cdef const Ref* edge
         if references:
             self.need_outgoing()
+            self.order_outgoing(i)
             ref, ref_end = self.first_out[i], self.first_out[i + 1]
         while most < 0 or len(result) < most:
             while child < end and self.subtree_size(child) < least:
@@ -391,22 +409,15 @@ cdef class Graph:
         return before
 
     def referrers(self, number, limit=10):
-        """Nodes that hold a memo reference to this one, in stream order, at most ``limit``."""
+        """Nodes that hold a memo reference to this one, in stream order, at most ``limit``; one for each reference."""
         cdef uint32_t i = self.index(number)
-        cdef uint32_t ref
-        cdef list result = []
-        self.need_incoming()
-        for ref in range(self.first_in[i], self.first_in[i + 1]):
-            if len(result) >= limit:
-                break
-            result.append(self.refs[self.incoming[ref]].source)
-        return result
+        cdef uint32_t ref = self.first_ref(i)
+        return heapq.nsmallest(limit, [self.refs[r].source for r in range(ref, self.first_ref(i + 1))])
 
     def referrer_count(self, number):
         """How many memo references lead to this node."""
         cdef uint32_t i = self.index(number)
-        self.need_incoming()
-        return self.first_in[i + 1] - self.first_in[i]
+        return self.first_ref(i + 1) - self.first_ref(i)
 
     def dominated(self, number, min_size=0, limit=-1):
         """Nodes whose immediate dominator is this one and that retain ``min_size`` bytes or more, biggest first."""
@@ -638,6 +649,11 @@ cdef inline object signed(uint32_t index):
     return -1 if index == NO_INDEX else index
 
 
+cdef inline bint names_no_node(const Node* node, uint32_t n) noexcept nogil:
+    """Whether `arg` should be the index of a node and is not."""
+    return (is_call(node.op) or node.flags & FLAG_ALIAS) and node.arg != NO_INDEX and node.arg >= n
+
+
 cdef inline uint32_t next_after(const Node* nodes, uint32_t i) noexcept nogil:
     """Where, in preorder, the sibling before node i says that i begins (i itself if the tables are sound)."""
     cdef uint32_t before = i - 1
@@ -703,32 +719,31 @@ cdef uint32_t evaluate(uint32_t v, uint32_t linked, uint32_t* ancestor, uint32_t
     return label[v]
 
 
-cdef void find_dominators(const Node* nodes, const Ref* refs, const uint32_t* first_in, const uint32_t* incoming,
-                          uint32_t n, uint32_t* idom, uint32_t* semi, uint32_t* label, uint32_t* ancestor) noexcept nogil:
+cdef void find_dominators(const Node* nodes, const Ref* refs, uint32_t ref_count, uint32_t n, uint32_t* idom,
+                          uint32_t* semi, uint32_t* label, uint32_t* ancestor) noexcept nogil:
     """Immediate dominators, after Lengauer and Tarjan (TOPLAS 1, 1979), in O(m log n) whatever the graph.
 
     A node that nothing but its parent refers to has its parent as semidominator and as dominator: only the others are
     evaluated. `idom` serves as the buckets in the meantime: before v is processed, idom[v] is the head of v's bucket;
     while v is in a bucket, it is the next node in there.
     """
-    cdef uint32_t v, u, best, r, parent, w, following
-    for v in range(n):
-        semi[v] = v
-        label[v] = v
-        ancestor[v] = nodes[v].parent
-        idom[v] = NO_INDEX
+    cdef uint32_t v, u, best, parent, w, following
+    cdef uint32_t r = ref_count  # the references to v end before this one
+    memset(idom, 0xFF, n * sizeof(uint32_t))  # NO_INDEX
     for v in range(n - 1, 0, -1):
         parent = nodes[v].parent
-        if first_in[v] == first_in[v + 1]:
+        label[v] = v
+        ancestor[v] = parent
+        if r == 0 or refs[r - 1].target != v:
             semi[v] = parent
             idom[v] = parent
         else:
             best = parent
-            # the sources in falling order: far ones lead to the smallest semidominators, and 0 cannot be beaten
-            r = first_in[v + 1]
-            while r > first_in[v] and best > 0:
+            while r > 0 and refs[r - 1].target == v:
                 r -= 1
-                u = refs[incoming[r]].source
+                if best == 0:
+                    continue  # cannot be beaten
+                u = refs[r].source
                 if u > v:
                     u = semi[evaluate(u, v, ancestor, label, semi)]
                 if u < best:

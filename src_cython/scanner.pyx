@@ -169,7 +169,7 @@ class Tables(NamedTuple):
     """What a scan found, for `fastcap._native.graph.Graph`. The first five are buffers of the structs in nodes.pxd."""
 
     nodes: object            # Node, in preorder
-    references: object       # Ref, those of one source in the order of the stream
+    references: object       # Ref, grouped by target in rising order
     skeleton: object         # the stream's bytes without overhead and without long arguments
     holes: object            # Hole
     overheads: object        # Overhead
@@ -348,6 +348,7 @@ cdef class Scanner:
         if not self.nodes_sorted or root != 0:
             self.sort_nodes(root)
         self.count_subtrees()
+        self.group_refs()
         return Tables(self.nodes, self.refs, self.skeleton, self.holes, self.overheads, self.buffer_sizes,
                       self.taken, max(self.protocol, self.implied), len(self.roots), self.memo_missed, self.tail)
 
@@ -1270,6 +1271,44 @@ cdef class Scanner:
                 nodes[i].count = 1
             for i in range(self.node_count - 1, 0, -1):
                 nodes[nodes[i].parent].count += nodes[i].count
+
+    cdef int group_refs(self) except -1:
+        """Group the memo references by target, in place ("American flag" sort with one bucket a node).
+
+        In place, and here rather than in the graph, because a stream can have several times as many references as nodes.
+        """
+        cdef Ref* refs = <Ref*>self.refs.data
+        cdef Ref held, other
+        cdef uint32_t n = self.node_count
+        cdef uint32_t i, target
+        cdef uint32_t* start   # where the group of a target begins; n + 1 entries
+        cdef uint32_t* free    # where its next reference goes
+        if self.ref_count == 0:
+            return 0
+        start = <uint32_t*>PyMem_RawMalloc((2 * <size_t>n + 1) * sizeof(uint32_t))
+        if start == NULL:
+            raise MemoryError()
+        free = start + n + 1
+        with nogil:
+            memset(start, 0, (<size_t>n + 1) * sizeof(uint32_t))
+            for i in range(self.ref_count):
+                start[refs[i].target + 1] += 1
+            for i in range(n):
+                start[i + 1] += start[i]
+                free[i] = start[i]
+            for i in range(n):
+                while free[i] < start[i + 1]:
+                    held = refs[free[i]]
+                    while held.target != i:
+                        target = held.target
+                        other = refs[free[target]]
+                        refs[free[target]] = held
+                        free[target] += 1
+                        held = other
+                    refs[free[i]] = held
+                    free[i] += 1
+        PyMem_RawFree(start)
+        return 0
 
 
 cdef inline void fill_node(Node* node, uint8_t op, uint64_t start, uint64_t end) noexcept nogil:

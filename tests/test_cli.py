@@ -119,11 +119,10 @@ def command(*arguments):
 
 
 def environment(**variables):
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]) if (ROOT / "fastcap").is_dir() else ""
-    base = {
-        key: value for key, value in os.environ.items() if key not in ("COLUMNS", "NO_COLOR", "FORCE_COLOR", "TERM")
-    }
-    return {**base, "PYTHONPATH": path or os.environ.get("PYTHONPATH", ""), **variables}
+    """For a process that imports the fastcap under test, and looks for its terminal by itself."""
+    own = ("COLUMNS", "NO_COLOR", "FORCE_COLOR", "TERM")
+    path = os.pathsep.join([str(Path(fastcap.__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
+    return {**{key: value for key, value in os.environ.items() if key not in own}, "PYTHONPATH": path, **variables}
 
 
 def spawn(*arguments, input=None, **variables):
@@ -195,7 +194,7 @@ def test_installed_command_and_module_agree():
         (["analyze", "payload.pkl", "--sort", "size"], "'retained', 'self', 'subtree'"),
         (["analyze", "payload.pkl", "--max-size", "10 quux"], "'10 quux' is not a size: write 10MiB"),
         (["analyze", "payload.pkl", "--min-size", "-1"], "not a size"),
-        (["analyze", "train.py:train", "--flavor", "dill"], "ray.cloudpickle"),
+        (["analyze", "train.py:train", "--flavor", "dill"], "--flavor dill is none of cloudpickle, ray.cloudpickle"),
         (["analyze", "train.py:train", "--protocol", "6"], "--protocol"),
         (["analyze", "payload.pkl", "second.pkl"], "second.pkl"),
     ],
@@ -310,6 +309,13 @@ def test_flavor_and_protocol_are_used(folder, capsys):
         assert json.loads(out)["protocol"] == protocol
 
 
+def test_missing_flavor_is_told_before_anything_is_imported(folder, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyspark", None)
+    code, out, err = run(capsys, "analyze", "train.py:step", "--flavor", "pyspark.cloudpickle")
+    assert (code, out) == (2, "")
+    assert re.fullmatch(r"fastcap: --flavor pyspark\.cloudpickle cannot be used here: .*\n", err)
+
+
 def test_other_flavor(folder, capsys):
     pytest.importorskip("joblib.externals.cloudpickle", reason="there is no joblib, or one without cloudpickle")
     code, out, _ = run(capsys, "analyze", "train.py:step", "--flavor", "joblib.externals.cloudpickle")
@@ -333,7 +339,7 @@ def test_json_goes_in_as_it_came_out(folder, capsys):
 
 
 @pytest.mark.parametrize(
-    ("text", "kind", "where", "name"),
+    ("text", "expected", "where", "name"),
     [
         ("-", "stdin", "-", ""),
         ("payload.pkl", "file", "payload.pkl", ""),
@@ -345,11 +351,11 @@ def test_json_goes_in_as_it_came_out(folder, capsys):
         ("noext:f", "script", "noext", "f"),
     ],
 )
-def test_parse_target(folder, text, kind, where, name):
+def test_parse_target(folder, text, expected, where, name):
     (folder / "odd:name.pkl").write_bytes(b"N.")
     (folder / "noext").write_text("f = 1\n")
     target = parse_target(text)
-    assert (target.kind, target.where, target.name) == (kind, where, name)
+    assert (target.kind, target.where, target.name) == (expected, where, name)
 
 
 # ---- bad input
