@@ -26,6 +26,7 @@ _TOP = 20  # rows per parent unless asked for more
 _DEPTH = 24  # levels unless asked for more
 _SHARE = 1000  # rows of less than this fraction of the payload are not shown unless asked for
 _CHILDREN = 64  # children of a node up to which all of them are looked at
+_MANY_CHILDREN = 1024  # children that are looked at, at most, if they are big enough (or more are asked for)
 _FEW = 10  # so many parts may explain an object; more of them are nobody's fault but the object's
 _EXPLAINED = 0.8  # of what an object retains, for its parts to be named in its place
 _CAPTURES = 50
@@ -212,7 +213,8 @@ class _Tree:
         while queue:
             _, _, shown = heapq.heappop(queue)
             view = explainer.reader.view(shown.head)
-            parts = explainer.parts(shown.head, min_size=self.min_size, limit=_CHILDREN)
+            most = max(_MANY_CHILDREN, self.top)
+            parts = explainer.parts(shown.head, min_size=self.min_size, limit=_CHILDREN, most=most)
             shown.own_size = min(parts.own_size, view.retained_size)
             shown.lent = parts.own_size - shown.own_size
             shown.own_count = parts.own_count
