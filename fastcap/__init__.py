@@ -6,12 +6,40 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from fastcap.errors import FastcapError, PayloadError
+from fastcap.pickling import (
+    CloudPickler,
+    NativeMixin,
+    Pickler,
+    dump,
+    dumps,
+    install,
+    installed,
+    load,
+    loads,
+    uninstall,
+)
 
 if TYPE_CHECKING:
     from fastcap.analysis import analyze, scan
 
 __version__ = "0.1.0"
-__all__ = ["FastcapError", "PayloadError", "__version__", "analyze", "scan"]
+__all__ = [
+    "CloudPickler",
+    "FastcapError",
+    "NativeMixin",
+    "PayloadError",
+    "Pickler",
+    "__version__",
+    "analyze",
+    "dump",
+    "dumps",
+    "install",
+    "installed",
+    "load",
+    "loads",
+    "scan",
+    "uninstall",
+]
 
 # Loaded at their first use: a process that only ships objects should not pay for reports.
 _LAZY = {"analyze": "fastcap.analysis", "scan": "fastcap.analysis"}

@@ -6,10 +6,9 @@
 from __future__ import annotations
 
 import heapq
-import importlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Any
 
 from fastcap._native.graph import Graph
 from fastcap._native.scanner import Scanner
@@ -17,10 +16,8 @@ from fastcap.explain import Explainer, Place
 from fastcap.limits import limits_for
 from fastcap.opening import Source, scan_source
 from fastcap.paths import parse
+from fastcap.pickling import dump
 from fastcap.report import Capture, Details, NodeRow, Report, TypeRow, ViewOptions
-
-FLAVORS: Final = ("cloudpickle", "ray.cloudpickle", "joblib.externals.cloudpickle", "pyspark.cloudpickle")
-"""Copies of cloudpickle that an object can be pickled with."""
 
 MAX_ROWS = 400
 """Rows of the tree at most, ``[N more]`` rows not counted."""
@@ -47,10 +44,10 @@ def analyze(
     """What pickling an object with cloudpickle would write, without keeping the bytes.
 
     ``name`` is the root of all paths (default: the ``__name__`` of a function or class, else ``obj``); ``flavor`` is
-    the copy of cloudpickle to pickle with, one of `FLAVORS`. Whatever the pickler raises is passed on.
+    the copy of cloudpickle to pickle with, one of `fastcap.pickling.FLAVORS`. Whatever the pickler raises is passed on.
     """
     scanner = Scanner()
-    _pickle(obj, scanner, protocol, flavor)
+    dump(obj, scanner, protocol, flavor=flavor)
     return _report(Graph(scanner.finish()), name, options)
 
 
@@ -75,16 +72,8 @@ def scan(
     return _report(graph, name, options, notes)
 
 
-def _pickle(obj: object, scanner: Scanner, protocol: int | None, flavor: str) -> None:
-    """Pickle an object into a scanner with a copy of cloudpickle."""
-    if flavor not in FLAVORS:
-        raise ValueError(f"flavor {flavor!r}: expected one of {', '.join(FLAVORS)}")
-    importlib.import_module(flavor).Pickler(scanner, protocol=protocol).dump(obj)
-
-
 def _report(graph: Graph, name: str | None, options: ViewOptions, notes: tuple[str, ...] = ()) -> Report:
     explainer = Explainer(graph, name)
-    subject = explainer.subject(0)
 
     def find(path: str) -> NodeRow | None:
         parsed = parse(path)
@@ -100,10 +89,8 @@ def _report(graph: Graph, name: str | None, options: ViewOptions, notes: tuple[s
         # written first somewhere inside another object, where it has no path of its own
         return replace(row, path=str(parsed), label=str(parsed.steps[-1]))
 
-    return Report(
-        target=explainer.path(0) or "obj",
-        type=subject.type,
-        what=subject.what,
+    return _MeasuredReport(
+        explainer,
         payload_size=graph.payload_size,
         stream_size=graph.stream_size,
         buffer_size=graph.buffer_size,
@@ -115,6 +102,23 @@ def _report(graph: Graph, name: str | None, options: ViewOptions, notes: tuple[s
         make_details=lambda: _details(explainer, options),
         find_row=find,
     )
+
+
+class _MeasuredReport(Report):
+    """A report that puts its root into words when they are asked for: sizes alone cost little more than pickling."""
+
+    def __init__(self, explainer: Explainer, **facts: Any) -> None:
+        for name, value in {"explainer": explainer, "pickle_count": 1, "notes": (), **facts}.items():
+            object.__setattr__(self, name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("target", "type", "what"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        explainer: Explainer = self.__dict__["explainer"]
+        subject = explainer.subject(0)
+        for known, value in (("target", explainer.path(0)), ("type", subject.type), ("what", subject.what)):
+            object.__setattr__(self, known, value)
+        return self.__dict__[name]
 
 
 def _details(explainer: Explainer, options: ViewOptions) -> Details:

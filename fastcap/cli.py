@@ -158,7 +158,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _analyze_object(target: Target, options: ViewOptions, flavor: str, protocol: int | None) -> Report:
-    from fastcap.analysis import FLAVORS, analyze
+    from fastcap.analysis import analyze
+    from fastcap.pickling import FLAVORS
 
     if flavor not in FLAVORS:
         raise TargetError(f"--flavor {flavor} is none of {', '.join(FLAVORS)}")

@@ -20,7 +20,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, Final, Union
 
 from fastcap._native.graph import DISCARD, ITEM, OPERAND, PAIR, PICKLE, RAW, STATE, Edge, Graph, NodeView
@@ -87,9 +87,14 @@ class Subject:
     type: str
     phrase: str | Callable[[], str] = ""
     route: Route | None = None
-    name: str | None = None  # of a function, class or module
+    naming: str | Callable[[], str | None] | None = None  # name of a function, class or module
     where: Callable[[], tuple[str | None, int | None]] | None = None  # file and line of code
     glue: bool = False  # counted with its parent in totals by type
+
+    @property
+    def name(self) -> str | None:
+        """The name of a function, class or module as the stream has it."""
+        return self.naming() if callable(self.naming) else self.naming
 
     @property
     def what(self) -> str:
@@ -317,7 +322,8 @@ class Explainer:
         """A key as it can stand in a path, or `UNREAD`."""
         text = self.reader.text(key.index) if isinstance(key, At) else None
         if text is not None:
-            return Shortened(text.value[:40], text.digest.hex()[:8]) if text.cut else shorten(text.value)
+            # Where the graph has not kept all of a long string, its place tells it from others that begin alike.
+            return shorten(text.value, salt=text.start.to_bytes(8, "little") if text.cut else b"")
         value = self.reader.value(key)
         if isinstance(value, tuple):
             value = tuple(shorten(part) if isinstance(part, (str, bytes)) else part for part in value)
@@ -653,7 +659,7 @@ def _subject(x: Explainer, index: int) -> Subject:
         return Subject(kind, _counted(kind, view.arg), _members(lambda k, _: Part(word("member", k))))
     if view.op in GLOBALS or view.op in EXTENSIONS:
         name = x.reader.global_name(index)
-        return Subject("reference", f"{name or 'a global'} (by reference)", name=short_name(name))
+        return Subject("reference", f"{name or 'a global'} (by reference)", naming=short_name(name))
     if view.op in PERSISTENT:
         return _persistent(x, index)
     if view.op in GETS:
@@ -690,7 +696,7 @@ def _alias(x: Explainer, index: int) -> Subject:
         return meaning.route(edge, view) if meaning.route is not None else HIDDEN
 
     if within:
-        return Subject(meaning.type, lambda: meaning.what, route, meaning.name, meaning.where)
+        return Subject(meaning.type, lambda: meaning.what, route, meaning.naming, meaning.where)
     return Subject("reference", lambda: f"the same as {x.path(target)}", route)
 
 
@@ -784,6 +790,9 @@ def _object_route(x: Explainer, args: Callable[[int, int], Shape]) -> Route:
         if edge.role == OPERAND and edge.position == 0 and view.op != "INST":
             if view.op != "REDUCE":
                 return _class_part(x, edge.target)
+            made = x.reader.resolve(edge.target)
+            if x.is_by_value(At(made)) and x.subject(made).type != "function":
+                return Part(attr("__class__"))
             by_value = x.reader.view(edge.target).op in CALLS
             plain = x.call_name(At(edge.target)) is not None and not x.is_by_value(At(edge.target))
             return Part(word("callable")) if by_value and not plain else HIDDEN
@@ -930,20 +939,19 @@ def _where_function(call: Call, code: _Code) -> tuple[str | None, int | None]:
 
 def _function(call: Call) -> Subject:
     x = call.explainer
-    code = _read_code(x, call.argument(0))
-    defaults_end = code.argument_count
+    code = cache(lambda: _read_code(x, call.argument(0)))
 
     def named(kind: str, names: tuple[Any, ...], position: int, how: str) -> Part:
         name: Value = names[position] if 0 <= position < len(names) and names[position] is not UNREAD else position
         return Part(word(kind, name), how, name if isinstance(name, str) else None)
 
     def closure(position: int, target: int) -> Shape:
-        return _cell(x, named("closure", code.free, position, "closure"), target)
+        return _cell(x, named("closure", code().free, position, "closure"), target)
 
     def defaults(target: int) -> Shape:
         count = max(x.reader.view(x.reader.resolve(target)).arg, 0)
-        first = defaults_end - count
-        return Glue(_members(lambda k, _: named("default", code.variables, first + k, "default")))
+        first = code().argument_count - count
+        return Glue(_members(lambda k, _: named("default", code().variables, first + k, "default")))
 
     def captured(kind: str) -> Callable[[int], Shape]:
         def part(key: Any, step: Step, _: int) -> Shape:
@@ -979,13 +987,14 @@ def _function(call: Call) -> Subject:
     state = _two_states(x, lambda: _attributes(x), lambda: _entries(x, slot))
 
     def where() -> tuple[str | None, int | None]:
-        return _where_function(call, code)
+        return _where_function(call, code())
 
     def phrase() -> str:
         file, line = where()
-        return f"function {file}:{line}" if file and line is not None else f"function {code.name or ''}".strip()
+        return f"function {file}:{line}" if file and line is not None else f"function {code().name or ''}".strip()
 
-    return Subject("function", phrase, _call(args=args, state=state, discard=_setter(state)), code.name, where)
+    route = _call(args=args, state=state, discard=_setter(state))
+    return Subject("function", phrase, route, lambda: code().name, where)
 
 
 def _base_global(x: Explainer, key: Any, node: int) -> Shape:
@@ -1069,12 +1078,12 @@ def _module(call: Call) -> Subject:
     x = call.explainer
     name = call.text(0)
     if len(call.args) < 2:
-        return Subject("module", f"module {name} (by reference)", name=name)
+        return Subject("module", f"module {name} (by reference)", naming=name)
     route = _call(
         args=lambda position, _: Glue(_attributes(x, "module attribute")) if position == 1 else HIDDEN,
         state=lambda _: Glue(_attributes(x, "module attribute")),
     )
-    return Subject("module", f"module {name} (by value)", route, name=name)
+    return Subject("module", f"module {name} (by value)", route, naming=name)
 
 
 def _partial(call: Call) -> Subject:
@@ -1104,7 +1113,7 @@ def _getattr(call: Call) -> Subject:
     name = call.text(1)
     owner = x.call_name(call.argument(0))
     if owner is not None and not x.is_by_value(call.argument(0)):
-        return Subject("reference", f"{owner}.{name} (by reference)", name=name)
+        return Subject("reference", f"{owner}.{name} (by reference)", naming=name)
     return _bound(call, name, 0)
 
 
@@ -1118,7 +1127,7 @@ def _bound(call: Call, name: str | None, place_of_self: int) -> Subject:
             return Part(word("self"), "self", "self")
         return Part(attr("__func__")) if place_of_self else HIDDEN
 
-    return Subject("bound method", f"bound method {name}" if name else "bound method", _call(args=args), name=name)
+    return Subject("bound method", f"bound method {name}" if name else "bound method", _call(args=args), naming=name)
 
 
 def _string_io(call: Call) -> Subject:
@@ -1289,6 +1298,9 @@ def _length_of(x: Explainer, value: Any, nesting: int = 4) -> int | None:
     if name in ("numpy:_reconstruct", "numpy:_frombuffer"):
         shape = _array_shape(call)
         return shape[-1] if isinstance(shape, tuple) and shape and isinstance(shape[-1], int) else None
+    if name == "pandas:__pyx_unpickle_NDArrayBacked":  # state: (dtype, array) or (array, dtype)
+        parts = x.reader.sequence(call.state.index, 3) if isinstance(call.state, At) else []
+        return next((n for n in (_length_of(x, part, nesting - 1) for part in parts) if n is not None), None)
     if name in ("pandas:_new_Index", "pandas:_new_DatetimeIndex", "pandas:_new_PeriodIndex"):
         entries = x.reader.pairs(call.args[1].index) if len(call.args) > 1 and isinstance(call.args[1], At) else {}
         start, stop, step = entries.get("start"), entries.get("stop"), entries.get("step")
@@ -1296,8 +1308,8 @@ def _length_of(x: Explainer, value: Any, nesting: int = 4) -> int | None:
             return max(0, -((start - stop) // step))
         return _length_of(x, entries.get("data"), nesting - 1)
     if name == "pyarrow:_restore_array":
-        length = call.argument(1)
-        return length if isinstance(length, int) else None
+        data = _arrow_data(call)
+        return data[1] if len(data) > 1 and isinstance(data[1], int) else None
     if name == "pyarrow:chunked_array":
         chunks = x.reader.sequence(call.args[0].index, 32) if call.args and isinstance(call.args[0], At) else []
         lengths = [_length_of(x, chunk, nesting - 1) for chunk in chunks]
@@ -1333,15 +1345,24 @@ def _labels_of(x: Explainer, value: Any, nesting: int = 4) -> list[str]:
     return _labels_of(x, call.state_items().get("_pa_array"), nesting - 1)
 
 
+def _arrow_data(call: Call) -> list[Any]:
+    """(type, length, nulls, offset, buffers, …): what `_restore_array` is given, as one tuple."""
+    only = call.argument(0)
+    return call.reader.sequence(only.index, 8) if len(call.args) == 1 and isinstance(only, At) else call.args
+
+
 def _arrow_strings(x: Explainer, call: Call) -> list[str]:
     """The first strings of an Arrow array: its buffers are validity, offsets and characters."""
-    buffers = x.reader.sequence(call.args[4].index, 3) if len(call.args) > 4 and isinstance(call.args[4], At) else []
-    data = [_arrow_buffer(x, part) for part in buffers[1:]]
-    kind = Call(x, call.args[0].index).text(0) if isinstance(call.args[0], At) else None
-    width = {"string": 4, "large_string": 8}.get(kind or "")
-    if len(data) != 2 or width is None or not isinstance(call.args[1], int):
+    parts = _arrow_data(call)
+    if len(parts) < 5 or not isinstance(parts[0], At) or not isinstance(parts[4], At) or not isinstance(parts[1], int):
         return []
-    count = min(call.args[1], 6, len(data[0]) // width - 1)
+    data = [_arrow_buffer(x, part) for part in x.reader.sequence(parts[4].index, 3)[1:]]
+    made = x.reader.resolve(parts[0].index)
+    kind = Call(x, made).text(0) if x.reader.view(made).op in CALLS else None
+    width = {"string": 4, "large_string": 8}.get(kind or "")
+    if len(data) != 2 or width is None:
+        return []
+    count = min(parts[1], 6, len(data[0]) // width - 1)
     ends = [int.from_bytes(data[0][k * width : (k + 1) * width], "little") for k in range(count + 1)]
     return [data[1][a:b].decode("utf-8", "replace") for a, b in itertools.pairwise(ends) if b <= len(data[1])]
 

@@ -10,11 +10,10 @@ What the opcodes and their arguments mean is taken from CPython's `pickletools`.
 from __future__ import annotations
 
 import _compat_pickle
-import hashlib
 import io
 import pickletools
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from fastcap._native.graph import ITEM, OPERAND, PAIR, Edge, Graph, NodeView
 
@@ -27,12 +26,23 @@ OPCODES = 320
 _LINE_KEPT = 1 << 16
 _INT_BYTES = 64
 _BY_CODE: Final = {ord(op.code): op for op in pickletools.opcodes}
-_COUNTED: Final = {
+_PREFIXES: Final = {
     pickletools.TAKEN_FROM_ARGUMENT1: 1,
     pickletools.TAKEN_FROM_ARGUMENT4: 4,
     pickletools.TAKEN_FROM_ARGUMENT4U: 4,
     pickletools.TAKEN_FROM_ARGUMENT8U: 8,
 }
+
+
+def _layout_of(op: pickletools.OpcodeInfo) -> tuple[str, int, int]:
+    """(name, bytes of a fixed argument or -1, bytes of a length in front of the argument or 0 for lines)."""
+    if op.arg is None or op.arg.n >= 0:
+        return op.name, 0 if op.arg is None else op.arg.n, 0
+    return op.name, -1, _PREFIXES.get(op.arg.n, 0)
+
+
+_LAYOUT: Final = {code: _layout_of(op) for code, op in _BY_CODE.items()}
+_WINDOW: Final = 4096
 GETS: Final = frozenset({"GET", "BINGET", "LONG_BINGET"})
 _PUTS: Final = frozenset({"PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"})
 _MARKS: Final = frozenset({"MARK"})
@@ -68,14 +78,13 @@ class At:
     index: int
 
 
-@dataclass(frozen=True, slots=True)
-class Text:
+class Text(NamedTuple):
     """A string or byte string. ``value`` holds its beginning; ``size`` is its full size in bytes in the stream."""
 
     value: str | bytes
     size: int
     cut: bool
-    digest: bytes  # over all bytes that can be had; tells strings apart that begin alike
+    start: int  # net offset
 
 
 class Unread:
@@ -88,8 +97,7 @@ class Unread:
 UNREAD: Final = Unread()
 
 
-@dataclass(frozen=True, slots=True)
-class _Instruction:
+class _Instruction(NamedTuple):
     name: str
     argument: bytes  # without its length prefix; may be cut
     size: int  # full length of the argument
@@ -123,22 +131,29 @@ class Reader:
 
     # --- opcodes -----------------------------------------------------------------------------------------------------
 
-    def _instruction(self, at: int, end: int) -> _Instruction | None:
-        head = self.graph.code(at, min(at + 9, end))
-        info = _BY_CODE.get(head[0]) if head else None
-        if info is None:
+    def _instruction(self, at: int, end: int, window: tuple[bytes, int] = (b"", 0)) -> _Instruction | None:
+        """The opcode at an offset; ``window`` may hold bytes that were fetched before and where they begin."""
+        code, base = window
+        place = at - base
+        if not 0 <= place < len(code) - 9:
+            code, place = self.graph.code(at, min(at + 9, end)), 0
+        layout = _LAYOUT.get(code[place]) if code else None
+        if layout is None:
             return None
-        if info.arg is None:
-            return _Instruction(info.name, b"", 0, at, at + 1)
-        if info.arg.n >= 0:
-            return _Instruction(info.name, head[1 : 1 + info.arg.n], info.arg.n, at, at + 1 + info.arg.n)
-        if info.arg.n == pickletools.UP_TO_NEWLINE:
-            return self._line(info.name, at, end, lines=2 if info.name in ("GLOBAL", "INST") else 1)
-        width = _COUNTED[info.arg.n]
-        size = int.from_bytes(head[1 : 1 + width], "little")
+        name, fixed, width = layout
+        if fixed >= 0:
+            return _Instruction(name, code[place + 1 : place + 1 + fixed], fixed, at, at + 1 + fixed)
+        if not width:
+            return self._line(name, at, end, lines=2 if name in ("GLOBAL", "INST") else 1)
+        size = int.from_bytes(code[place + 1 : place + 1 + width], "little")
         start = at + 1 + width
-        body = self.graph.code(start, min(start + min(size, TEXT_KEPT), end))
-        return _Instruction(info.name, body, size, at, start + size)
+        body = self.graph.code(start, min(start + min(size, TEXT_KEPT), end)) if size else b""
+        return _Instruction(name, body, size, at, start + size)
+
+    def _window(self, at: int, end: int) -> tuple[bytes, int]:
+        """Bytes from an offset on, as `_instruction` takes them; none where the graph left some out."""
+        stop = min(at + _WINDOW, end)
+        return (b"", 0) if self.graph.holes(at, stop) else (self.graph.code(at, stop), at)
 
     def _line(self, name: str, at: int, end: int, lines: int) -> _Instruction | None:
         window = 256
@@ -166,11 +181,14 @@ class Reader:
     def _number(self, code: _Instruction) -> Any:
         if code.size != len(code.argument) or code.size > _INT_BYTES:
             return UNREAD
+        if code.name == "BININT":
+            return int.from_bytes(code.argument, "little", signed=True)
+        if code.name in ("BININT1", "BININT2"):
+            return int.from_bytes(code.argument, "little")
         info = _BY_CODE[self.graph.code(code.at, code.at + 1)[0]]
         assert info.arg is not None
         try:
-            raw = self.graph.code(code.at + 1, code.end)
-            return info.arg.reader(io.BytesIO(raw))
+            return info.arg.reader(io.BytesIO(self.graph.code(code.at + 1, code.end)))
         except ValueError:
             return UNREAD
 
@@ -184,10 +202,9 @@ class Reader:
             return None
         code = self._instruction(view.start, view.end)
         if code is None:
-            return Text(b"" if view.op in BYTES else "", view.end - view.start, True, view.start.to_bytes(8, "little"))
+            return Text(b"" if view.op in BYTES else "", view.end - view.start, True, view.start)
         data, cut = code.argument, len(code.argument) != code.size
         value: str | bytes = data
-        size = code.size
         if view.op == "UNICODE":
             try:
                 value = data.decode("raw-unicode-escape")
@@ -197,10 +214,7 @@ class Reader:
             value = (_unquote(data) if view.op == "STRING" else data).decode("latin-1")
         elif view.op in TEXTS:
             value = data.decode("utf-8", "surrogatepass" if not cut else "ignore")
-        whole = data
-        if cut:  # the rest is not at hand: the offset keeps two such strings apart
-            whole = data + code.size.to_bytes(8, "little") + view.start.to_bytes(8, "little")
-        return Text(value, size, cut, hashlib.blake2b(whole, digest_size=8).digest())
+        return Text(value, code.size, cut, view.start)
 
     def string(self, value: object) -> str | None:
         """The str that a value is or stands for, as far as it was read."""
@@ -249,6 +263,7 @@ class Reader:
         if view.op in GLOBALS or view.op in PERSISTENT or view.op == "EMPTY_TUPLE":
             return found
         at, position, opcodes = view.start, 0, 0
+        window = self._window(view.start, view.end)
         while at < view.end and position < limit and opcodes < OPCODES:
             opcodes += 1
             if at in children:
@@ -256,7 +271,7 @@ class Reader:
                 if place is not None:
                     position = place + 1
                 continue
-            code = self._instruction(at, view.end)
+            code = self._instruction(at, view.end, window)
             if code is None:
                 break
             at = code.end

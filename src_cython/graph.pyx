@@ -169,7 +169,8 @@ cdef class Graph:
         net_size = self.stream_size - self.overhead
         with nogil:
             node = &self.nodes[0]
-            if node.parent != NO_INDEX or node.count != self.n or node.start != 0 or node.end != net_size:
+            if node.parent != NO_INDEX or node.count != self.n or node.start != 0 or node.end != net_size \
+                    or names_no_node(node, self.n):
                 bad = 0
             for i in range(1, self.n):
                 node = &self.nodes[i]
@@ -179,15 +180,10 @@ cdef class Graph:
                 parent = &self.nodes[node.parent]
                 if (node.count == 0 or node.count > self.n - i or i + node.count > node.parent + parent.count
                         or node.end < node.start or node.start < parent.start or node.end > parent.end
-                        or (node.parent != i - 1 and (node.start < self.nodes[i - 1].end or i != next_after(self.nodes, i)))):
+                        or (node.parent != i - 1 and (node.start < self.nodes[i - 1].end or i != next_after(self.nodes, i)))
+                        or names_no_node(node, self.n)):
                     bad = i
                     break
-            if bad == NO_INDEX:
-                for i in range(self.n):
-                    node = &self.nodes[i]
-                    if (is_call(node.op) or node.flags & FLAG_ALIAS) and node.arg != NO_INDEX and node.arg >= self.n:
-                        bad = i
-                        break
         if bad != NO_INDEX:
             raise ValueError(f"node {bad} of {self.n} does not fit into the tree: {self.nodes[bad]}")
         with nogil:
@@ -653,6 +649,11 @@ cdef inline object signed(uint32_t index):
     return -1 if index == NO_INDEX else index
 
 
+cdef inline bint names_no_node(const Node* node, uint32_t n) noexcept nogil:
+    """Whether `arg` should be the index of a node and is not."""
+    return (is_call(node.op) or node.flags & FLAG_ALIAS) and node.arg != NO_INDEX and node.arg >= n
+
+
 cdef inline uint32_t next_after(const Node* nodes, uint32_t i) noexcept nogil:
     """Where, in preorder, the sibling before node i says that i begins (i itself if the tables are sound)."""
     cdef uint32_t before = i - 1
@@ -728,13 +729,11 @@ cdef void find_dominators(const Node* nodes, const Ref* refs, uint32_t ref_count
     """
     cdef uint32_t v, u, best, parent, w, following
     cdef uint32_t r = ref_count  # the references to v end before this one
-    for v in range(n):
-        semi[v] = v
-        label[v] = v
-        ancestor[v] = nodes[v].parent
-        idom[v] = NO_INDEX
+    memset(idom, 0xFF, n * sizeof(uint32_t))  # NO_INDEX
     for v in range(n - 1, 0, -1):
         parent = nodes[v].parent
+        label[v] = v
+        ancestor[v] = parent
         if r == 0 or refs[r - 1].target != v:
             semi[v] = parent
             idom[v] = parent

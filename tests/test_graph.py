@@ -21,8 +21,9 @@ REF = np.dtype([("source", "u4"), ("target", "u4"), ("place", "u4")])
 
 def tables(nodes, references=(), **others):
     """Hand-made tables for Graph."""
-    values = {"nodes": np.array(nodes, NODE), "references": np.array(list(references), REF), "skeleton": b"", "holes": b"",
-              "overheads": b"", "buffer_sizes": [], "stream_size": int(np.array(nodes, NODE)["end"][0]) if nodes else 0,
+    table = np.array(nodes, NODE)
+    values = {"nodes": table, "references": np.array(list(references), REF), "skeleton": b"", "holes": b"",
+              "overheads": b"", "buffer_sizes": [], "stream_size": int(table["end"][0]) if nodes else 0,
               "protocol": 4, "pickle_count": 1, "tail": ""}
     return types.SimpleNamespace(**{**values, **others})
 
@@ -43,7 +44,8 @@ def of_flow_graph(flow):
     while closing:
         end[closing.pop()] = at
     none = 0xFFFFFFFF
-    rows = [(start[i], end[i], flow.parents[i] if i else none, ends[i] - i, 0, 0, none, 0x5D, 0, 0) for i in range(count)]
+    rows = [(start[i], end[i], flow.parents[i] if i else none, ends[i] - i, 0, 0, none, 0x5D, 0, 0)
+            for i in range(count)]
     return tables(rows, [(source, target, 0) for source, target in sorted(flow.edges, key=lambda edge: edge[1])])
 
 
@@ -108,10 +110,11 @@ def test_views_agree_with_the_tables(corpus_payloads):
         references = 0
         for index in range(len(graph)):
             view = graph.node(index)
-            assert (view.self_size, view.subtree_size, view.retained_size) == (own[index], subtree[index], retained[index])
+            sizes = (view.self_size, view.subtree_size, view.retained_size)
+            assert sizes == (own[index], subtree[index], retained[index])
             edges = graph.edges(index)
-            assert all(isinstance(edge, Edge) and edge.role in (OPERAND, ITEM, PAIR, STATE, DISCARD) or view.op == "FILE"
-                       for edge in edges)
+            assert all(isinstance(edge, Edge) for edge in edges)
+            assert view.op == "FILE" or {edge.role for edge in edges} <= {OPERAND, ITEM, PAIR, STATE, DISCARD}
             children = [edge.target for edge in edges if not edge.is_reference]
             assert sorted(children) == [child for child in range(len(graph)) if graph.node(child).parent == index]
             assert [edge.target for edge in graph.edges(index, references=False)] == children
@@ -220,7 +223,7 @@ def changed(row, **fields):
 ])
 def test_tables_that_do_not_fit_are_refused(nodes):
     assert len(Graph(tables(GOOD))) == 3
-    with pytest.raises(ValueError, match="graph of|does not fit|overhead"):
+    with pytest.raises(ValueError, match=r"graph of|does not fit|overhead"):
         Graph(tables(nodes, stream_size=10))
 
 

@@ -16,16 +16,16 @@ RAW: int
 class NodeView(NamedTuple):
     """One node. Sizes in bytes."""
 
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, as any field of that name does
     op: str  # name in pickletools' spelling: "EMPTY_DICT", "REDUCE"…; "FILE" for several pickles, "RAW" for raw bytes
     start: int  # net offset (without PROTO, FRAME, STOP)
     end: int
     parent: int  # -1 for the root
     role: int  # OPERAND, ITEM, PAIR, STATE, DISCARD, PICKLE, RAW
     position: int  # which operand, item, or 2 * pair (+ 1 for the value)
-    arg: int  # containers: items or pairs; calls: index of the callable node or -1; NEXT_BUFFER: buffer number; aliases: target
+    arg: int  # containers: items or pairs; calls: index of the callable or -1; NEXT_BUFFER: buffer number; aliases: target
     memo: int  # memo index or -1
-    count: int  # nodes in the subtree, itself included
+    count: int  # type: ignore[assignment]  # nodes in the subtree, itself included
     self_size: int
     subtree_size: int
     retained_size: int
@@ -42,7 +42,7 @@ class Edge(NamedTuple):
 class Graph:
     """Array of nodes in stream order, which is depth-first preorder. Node 0 is the root."""
 
-    def __init__(self, tables: Tables) -> None: ...
+    def __init__(self, tables: Tables, /) -> None: ...
     def __len__(self) -> int: ...
     @property
     def reference_count(self) -> int: ...
@@ -58,6 +58,8 @@ class Graph:
     def protocol(self) -> int: ...  # highest PROTO seen (0 if none: then 0 or 1 by the opcodes)
     @property
     def pickle_count(self) -> int: ...
+    @property
+    def tail(self) -> str: ...  # why the bytes behind the last pickle are not one; "" if there are none
     def node(self, index: int, /) -> NodeView: ...
     def edges(self, index: int, /, min_size: int = 0, limit: int = -1, references: bool = True) -> list[Edge]:
         """Children (with subtree_size >= min_size) and references of a node, in place order; at most `limit`."""
@@ -76,8 +78,8 @@ class Graph:
     def last_push(self, start: int, end: int, /) -> int:
         """Net offset of the last opcode that pushes a value in [start, end), which holds no node; -1 if none."""
     def type_keys(self) -> list[tuple[int, str, int]]:
-        """(key, op, example): the distinct kinds of node: by callable node for calls (key = its index), by opcode else."""
+        """(key, op, example): the distinct kinds of node: by callable for calls (key = its index), else by opcode."""
     def type_totals(self, meanings: dict[int, int], /) -> dict[int, tuple[int, int]]:
-        """key -> (count, self bytes). meanings[key]: 0 own row, 1 absorbs everything below it, 2 glue: counted with its parent."""
+        """key -> (count, bytes). meanings[key]: 0 own row, 1 absorbs everything below it, 2 glue: counts with its parent."""
     def dominators(self) -> bytes: ...  # uint32 each, native order; NO_INDEX for the root (tests)
     def sizes(self) -> tuple[bytes, bytes, bytes]: ...  # self, subtree, retained: uint64 each (tests)

@@ -1,0 +1,167 @@
+# The pickler's memo: object address -> memo index, and memo index -> object.
+#
+# Objects are kept in a dense array in index order; the hash table holds only 8-byte slots (32 bits of index, 32 bits of
+# hash), so that a miss - the usual case - touches one slot and no object. Slots of one cache line are searched first;
+# then the search jumps like CPython's set (Objects/setobject.c), so that arenas which fall onto each other do no harm.
+# The hash is the address without its alignment bits: objects allocated in a row sit in a row of slots.
+from cpython.ref cimport PyObject
+from libc.stdint cimport uint64_t
+from libc.string cimport memcpy, memset
+
+cdef extern from "Python.h":
+    void memo_incref "Py_INCREF" (PyObject*) noexcept
+    void memo_decref "Py_DECREF" (PyObject*) noexcept
+    void* memo_malloc "PyMem_Malloc" (size_t) noexcept
+    void* memo_realloc "PyMem_Realloc" (void*, size_t) noexcept
+    void memo_free "PyMem_Free" (void*) noexcept
+
+cdef enum:
+    MEMO_LINE = 8           # slots in one 64-byte cache line
+    MEMO_FIRST_SLOTS = 64
+    MEMO_FIRST_OBJECTS = 32
+
+cdef extern from *:
+    """
+    #define MEMO_POSITION 0xffffffffull     /* the bits of a slot that hold the position + 1 */
+    """
+    uint64_t MEMO_POSITION
+
+cdef struct Memo:
+    uint64_t* slots         # owned; hash << 32 | (position + 1), 0 is a free slot
+    size_t mask             # number of slots - 1; the number is a power of two, at least MEMO_LINE
+    PyObject** objects      # owned array of strong references, in memo order
+    Py_ssize_t count        # objects in it
+    Py_ssize_t room         # objects it has room for
+    Py_ssize_t* labels      # owned; memo indices of the first `label_count` objects where a user's memo was assigned
+                            # whose indices are not 0, 1, 2...; NULL otherwise
+    Py_ssize_t label_count  # entries of labels
+    uint64_t generation     # grows whenever objects leave the memo
+
+
+cdef inline void memo_zero(Memo* memo) noexcept:
+    memset(memo, 0, sizeof(Memo))
+
+
+cdef inline bint memo_init(Memo* memo) noexcept:
+    """Give an empty memo its first arrays; false when there is no memory."""
+    memo.slots = <uint64_t*>memo_malloc(MEMO_FIRST_SLOTS * sizeof(uint64_t))
+    memo.objects = <PyObject**>memo_malloc(MEMO_FIRST_OBJECTS * sizeof(PyObject*))
+    if memo.slots == NULL or memo.objects == NULL:
+        memo_free(memo.slots)
+        memo_free(memo.objects)
+        memo.slots = NULL
+        memo.objects = NULL
+        return False
+    memset(memo.slots, 0, MEMO_FIRST_SLOTS * sizeof(uint64_t))
+    memo.mask = MEMO_FIRST_SLOTS - 1
+    memo.count = 0
+    memo.room = MEMO_FIRST_OBJECTS
+    memo.labels = NULL
+    memo.label_count = 0
+    return True
+
+
+cdef inline Py_ssize_t memo_find(Memo* memo, PyObject* key, size_t* slot) noexcept:
+    """Position of `key`, or -1 and in *slot the free slot where it belongs (valid until the memo changes)."""
+    cdef size_t h = (<size_t>key) >> 4
+    cdef size_t perturb = h
+    cdef size_t i = h & memo.mask
+    cdef size_t j
+    cdef uint64_t entry
+    cdef uint64_t tag = (<uint64_t>h) << 32
+    slot[0] = 0
+    while True:
+        j = i
+        while True:
+            entry = memo.slots[j]
+            if entry == 0:
+                slot[0] = j
+                return -1
+            # Compare the upper halves; equal tags of different objects are possible, hence the look at the object.
+            if ((entry ^ tag) >> 32) == 0 and memo.objects[(entry & MEMO_POSITION) - 1] == key:
+                return <Py_ssize_t>(entry & MEMO_POSITION) - 1
+            j = (j & ~<size_t>(MEMO_LINE - 1)) | ((j + 1) & (MEMO_LINE - 1))
+            if j == i:
+                break
+        perturb >>= 5
+        i = (i * 5 + 1 + perturb) & memo.mask
+
+
+cdef inline Py_ssize_t memo_label(Memo* memo, Py_ssize_t position) noexcept:
+    """The index that stands in the stream for the object at `position`."""
+    if memo.labels != NULL and position < memo.label_count:
+        return memo.labels[position]
+    return position
+
+
+cdef inline bint memo_rehash(Memo* memo, size_t slot_count) noexcept:
+    cdef uint64_t* slots = <uint64_t*>memo_malloc(slot_count * sizeof(uint64_t))
+    cdef uint64_t* old = memo.slots
+    cdef Py_ssize_t position
+    cdef size_t slot
+    cdef size_t h
+    cdef size_t perturb
+    cdef size_t i
+    cdef size_t j
+    if slots == NULL:
+        return False
+    memset(slots, 0, slot_count * sizeof(uint64_t))
+    memo.slots = slots
+    memo.mask = slot_count - 1
+    for position in range(memo.count):
+        h = (<size_t>memo.objects[position]) >> 4
+        perturb = h
+        i = h & memo.mask
+        j = i
+        while slots[j] != 0:
+            j = (j & ~<size_t>(MEMO_LINE - 1)) | ((j + 1) & (MEMO_LINE - 1))
+            if j == i:
+                perturb >>= 5
+                i = (i * 5 + 1 + perturb) & memo.mask
+                j = i
+        slots[j] = (<uint64_t>h) << 32 | <uint64_t>(position + 1)
+    memo_free(old)
+    return True
+
+
+cdef inline bint memo_grow(Memo* memo) noexcept:
+    """Make room for one more object; false when there is no memory. Slot numbers from memo_find become stale."""
+    cdef Py_ssize_t room
+    cdef PyObject** objects
+    cdef size_t slot_count = memo.mask + 1
+    if memo.count == memo.room:
+        room = memo.room * 2 if memo.room < (1 << 16) else memo.room + memo.room // 2
+        objects = <PyObject**>memo_realloc(memo.objects, <size_t>room * sizeof(PyObject*))
+        if objects == NULL:
+            return False
+        memo.objects = objects
+        memo.room = room
+    if <size_t>memo.count * 2 >= slot_count:
+        return memo_rehash(memo, slot_count * (4 if slot_count < (1 << 17) else 2))
+    return True
+
+
+cdef inline bint memo_full(Memo* memo) noexcept:
+    """True when memo_grow must run before the next memo_add."""
+    return memo.count == memo.room or <size_t>memo.count * 2 > memo.mask
+
+
+cdef inline void memo_add(Memo* memo, PyObject* key, size_t slot) noexcept:
+    """Append `key`, which memo_find has just missed at `slot`; takes a reference of its own."""
+    memo_incref(key)
+    memo.objects[memo.count] = key
+    memo.count += 1
+    memo.slots[slot] = (<uint64_t>((<size_t>key) >> 4)) << 32 | <uint64_t>memo.count
+
+
+cdef inline void memo_free_arrays(Memo* memo) noexcept:
+    """Drop a memo that nobody can reach any more. The references go last: dropping them may run user code."""
+    cdef PyObject** objects = memo.objects
+    cdef Py_ssize_t count = memo.count
+    cdef Py_ssize_t position
+    memo_free(memo.slots)
+    memo_free(memo.labels)
+    memo_zero(memo)
+    for position in range(count):
+        memo_decref(objects[position])
+    memo_free(objects)
