@@ -207,7 +207,7 @@ class _Page:
             if held and cell_len(label) + 2 + cell_len(what) + cell_len(held) > space:
                 held = "  (shared)"
             space -= cell_len(held)
-            label = self.fit(label, max(space - cell_len(what) - 2, space // 2), middle=True)
+            label = self.fit(label, max(space - cell_len(what) - 2, 2 * space // 3), middle=True)
             what = self.fit(what, space - cell_len(label) - 2)
             yield [*line, (label, "cyan"), ("  ", ""), (what, ""), (held, "dim")]
 
