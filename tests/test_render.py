@@ -255,6 +255,18 @@ def test_files_are_shown_relative_to_a_base():
     assert "captured as `self` at /home/me/project/train.py:23" in render_text(saved_report(change), width=120)
 
 
+def test_shared_rows_say_so_at_any_width():
+    def change(data):
+        data["nodes"][2]["shared_by"] = ["train_func<closure self>.config['data']", "other", "third"]
+
+    assert "(also train_func<closure self>.config['data'], other and 1 more)" in render_text(
+        saved_report(change), width=200
+    )
+    for width in (40, 80):
+        row = next(line for line in render_text(saved_report(change), width=width).splitlines() if "├ .d" in line)
+        assert row.endswith("  (shared)")
+
+
 def test_self_column_leads_when_sorted_by_self():
     assert re.search(r"Tree\n +self +retained", render_text(saved_report(), width=80, sort="self"))
     assert re.search(r"Tree\n +self\n", render_text(saved_report(), width=40, sort="self"))

@@ -204,10 +204,11 @@ class _Page:
                 continue
             what = self.describe(row.type, row.what)
             held = f"  (also {self.holders(row.shared_by)})" if row.shared_by else ""
-            label = self.fit(label, max(space - cell_len(what) - cell_len(held) - 2, space // 2), middle=True)
-            space -= cell_len(label) + 2
-            what = self.fit(what, space)
-            held = self.fit(held, space - cell_len(what)) if space - cell_len(what) > 12 else ""
+            if held and cell_len(label) + 2 + cell_len(what) + cell_len(held) > space:
+                held = "  (shared)"
+            space -= cell_len(held)
+            label = self.fit(label, max(space - cell_len(what) - 2, 2 * space // 3), middle=True)
+            what = self.fit(what, space - cell_len(label) - 2)
             yield [*line, (label, "cyan"), ("  ", ""), (what, ""), (held, "dim")]
 
     def guides(self, rows: Sequence[NodeRow], room: int) -> Iterator[str]:
