@@ -197,16 +197,16 @@ class Explainer:
         heads: list[int] = []
         own_size = own_count = 0
         complete = True
-        open_nodes = [head] if place is not None else []
+        open_nodes = [(head, True)] if place is not None else []
         while open_nodes:
-            index = open_nodes.pop()
+            index, counted = open_nodes.pop()
             here = self._places[index]
-            view = self.reader.view(index)
-            own_size += view.self_size
-            own_count += 1
+            if counted:
+                own_size += self.reader.view(index).self_size
+                own_count += 1
             edges = self.graph.edges(index, 0, limit + 1, False)
             if len(edges) > limit:
-                complete = False
+                complete = counted = False  # what is the object's own among so many does not depend on min_size
                 edges = self._big_children(index, max(min_size, 1), most)
             for edge in edges:
                 below = self._places.get(edge.target)
@@ -214,12 +214,12 @@ class Explainer:
                     below = self._places[edge.target] = self.enter(here, index, edge)
                 if below.head == edge.target:
                     heads.append(edge.target)
-                elif below.route is None:
+                elif below.route is not None:
+                    open_nodes.append((edge.target, counted))
+                elif counted:
                     child = self.reader.view(edge.target)
                     own_size += child.subtree_size
                     own_count += child.count
-                else:
-                    open_nodes.append(edge.target)
         return Parts(heads, own_size, own_count, complete)
 
     def _big_children(self, index: int, min_size: int, most: int) -> list[Edge]:
