@@ -239,18 +239,30 @@ class Explainer:
                     open_nodes.append((edge.target, Place(head, shape.route, part=shape.part)))
 
     def find(self, steps: tuple[Step, ...]) -> int | None:
-        """The object that steps from the root lead to, through references too."""
-        index = 0
-        for step in steps:
-            wanted = str(step)
-            for start in dict.fromkeys((index, self.reader.resolve(index))):
-                found = next((target for part, target in self.below(start) if str(part.step) == wanted), None)
-                if found is not None:
-                    break
-            else:
-                return None
-            index = found
-        return index
+        """The object that steps from the root lead to, through references too.
+
+        The first one, should there be several: a stream may set a key or an attribute twice.
+        """
+        wanted = [str(step) for step in steps]
+        tried: set[tuple[int, int]] = set()
+        ways = [iter((0,))]  # one iterator per step: what the steps up to there may lead to
+        while ways:
+            index = next(ways[-1], None)
+            if index is None:
+                ways.pop()
+            elif len(ways) > len(wanted):
+                return index
+            elif (index, len(ways)) not in tried:
+                tried.add((index, len(ways)))
+                ways.append(self._at_step(index, wanted[len(ways) - 1]))
+        return None
+
+    def _at_step(self, index: int, wanted: str) -> Iterator[int]:
+        """What lies behind a step from an object, or from what it is a reference to."""
+        for start in dict.fromkeys((index, self.reader.resolve(index))):
+            for part, target in self.below(start):
+                if str(part.step) == wanted:
+                    yield target
 
     # --- paths -------------------------------------------------------------------------------------------------------
 

@@ -213,7 +213,10 @@ class Reader:
         elif view.op in OLD_TEXTS:
             value = (_unquote(data) if view.op == "STRING" else data).decode("latin-1")
         elif view.op in TEXTS:
-            value = data.decode("utf-8", "surrogatepass" if not cut else "ignore")
+            try:
+                value = data.decode("utf-8", "surrogatepass")
+            except UnicodeDecodeError:  # cut within a character, or bytes that no pickler writes
+                value = data.decode("utf-8", "ignore" if cut else "replace")
         return Text(value, code.size, cut, view.start)
 
     def string(self, value: object) -> str | None:

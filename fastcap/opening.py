@@ -26,8 +26,13 @@ BLOCK = 1 << 20
 
 _HEAD = 1024  # bytes of an argument that are always handed over before the rest is skipped
 _WORTH_SKIPPING = 1 << 18
-_NODES_PER_BYTE = 4  # of a compressed file: JSON-like pickles that compress 20 to 1 stay well below
-_NODES_FREE = 5_000_000
+
+# What a compressed file may grow into, per byte of it and on top of that. Payload bytes of arguments, which are only
+# counted, do not matter here: what costs memory is structure. JSON-like pickles stay well below.
+_NODES_PER_BYTE = 16
+_NODES_FREE = 1_000_000
+_STRUCTURE_PER_BYTE = 60
+_STRUCTURE_FREE = 16 << 20
 
 
 class _Readable(Protocol):
@@ -54,12 +59,26 @@ def scan_source(
     pickle, `MissingLibrary` if decompression needs a package, `OSError` where reading fails.
     """
     sizes = [buffer if isinstance(buffer, int) else memoryview(buffer).nbytes for buffer in buffers or ()]
-    if isinstance(source, (bytes, bytearray, memoryview)):
-        return _scan_stream(_Bytes(memoryview(source).cast("B")), sizes, progress)
     if isinstance(source, (str, os.PathLike)):
         with open(source, "rb", buffering=0) as file:
-            return _scan_stream(_File(file), sizes, progress)
-    return _scan_stream(_File(source), sizes, progress)
+            return _scan_twice(lambda: _File(file), sizes, progress)
+    if hasattr(source, "read"):
+        return _scan_twice(lambda: _File(source), sizes, progress)
+    data = memoryview(source).cast("B")  # TypeError says what was given instead
+    return _scan_twice(lambda: _Bytes(data), sizes, progress)
+
+
+def _scan_twice(
+    make: Callable[[], _Input], sizes: list[int], progress: Progress | None
+) -> tuple[Tables, tuple[str, ...]]:
+    """Scan, and once more if a later pickle refers to an earlier one's memo, as one `pickle.Pickler` writes them."""
+    first = make()
+    tables, notes = _scan_stream(first, sizes, progress, shared_memo=False)
+    if not tables.memo_missed or not first.seekable:
+        return tables, notes
+    first.rewind()
+    shared, more_notes = _scan_stream(make(), sizes, progress, shared_memo=True)
+    return (shared, (*more_notes, "its pickles share one memo")) if not shared.tail else (tables, notes)
 
 
 class _Input:
@@ -101,6 +120,9 @@ class _Input:
     def rest(self) -> BinaryIO:
         """What is left as a file object."""
         raise NotImplementedError
+
+    def rewind(self) -> None:
+        """Go back to the first byte, so that the source can be opened again. Only where it can seek."""
 
 
 class _Bytes(_Input):
@@ -164,6 +186,9 @@ class _File(_Input):
         self.done += there
         return there
 
+    def rewind(self) -> None:
+        self.file.seek(self.start)
+
     def rest(self) -> BinaryIO:
         if self.seekable:
             self.file.seek(self.start + self.done)
@@ -210,18 +235,18 @@ def _format_of(head: bytes) -> str | None:
 
 
 def _scan_stream(
-    source: _Input, sizes: list[int], progress: Progress | None
+    source: _Input, sizes: list[int], progress: Progress | None, shared_memo: bool
 ) -> tuple[Tables, tuple[str, ...]]:
     kind = _format_of(source.peek(8))
     if kind is None:
-        return _feed(source, sizes, progress, Scanner(sizes)), ()
+        return _feed(source, progress, Scanner(sizes, shared_memo=shared_memo)), ()
     if kind == "zip":
         return _scan_zip(source, progress)
     with _decompressed(source, kind) as blocks:
-        return _feed_blocks(blocks, source, sizes, progress), (f"decompressed with {kind}",)
+        return _feed_blocks(blocks, source, sizes, progress, shared_memo), (f"decompressed with {kind}",)
 
 
-def _feed(source: _Input, sizes: list[int], progress: Progress | None, scanner: Scanner) -> Tables:
+def _feed(source: _Input, progress: Progress | None, scanner: Scanner) -> Tables:
     """The whole of a plain source into a scanner."""
     while True:
         block = source.read(BLOCK)
@@ -230,21 +255,37 @@ def _feed(source: _Input, sizes: list[int], progress: Progress | None, scanner: 
         scanner.write(block)
         if source.seekable and scanner.pending >= _WORTH_SKIPPING:
             # The scanner may want the beginning of the argument: it gets a little more before the rest is skipped.
-            head = source.read(min(_HEAD, scanner.pending))
-            scanner.write(head)
-            scanner.skip(source.skip(scanner.pending))
+            wanted = _HEAD
+            while wanted and (head := source.read(wanted)):
+                scanner.write(head)
+                wanted -= len(head)
+            if not wanted:
+                scanner.skip(source.skip(scanner.pending))
         if progress is not None:
             progress(source.done, source.size)
     return scanner.finish()
 
 
 def _feed_blocks(
-    blocks: Iterator[bytes], source: _Input, sizes: list[int], progress: Progress | None
+    blocks: Iterator[bytes], source: _Input, sizes: list[int], progress: Progress | None, shared_memo: bool
 ) -> Tables:
-    limit: int | None = None if source.size is None else source.size * _NODES_PER_BYTE + _NODES_FREE
-    scanner = Scanner(sizes) if limit is None else Scanner(sizes, max_nodes=limit)
+    # Of a pipe nobody knows how long it is: there only the growth per byte read so far is checked.
+    most = 0xFFFFFFFE if source.size is None else source.size * _NODES_PER_BYTE + _NODES_FREE
+    scanner = Scanner(sizes, max_nodes=most, shared_memo=shared_memo)
+    structure = 0
     for block in blocks:
-        scanner.write(block)
+        structure += max(0, len(block) - scanner.pending)
+        if structure > source.done * _STRUCTURE_PER_BYTE + _STRUCTURE_FREE:
+            raise PayloadError(
+                f"{source.done:,} compressed bytes hold {structure:,} bytes of structure; if this is no bomb, "
+                "decompress the file first", scanner.position
+            )  # fmt: skip
+        try:
+            scanner.write(block)
+        except PayloadError as error:
+            if "more than" not in error.reason:
+                raise
+            raise PayloadError(f"{error.reason}; if this is no bomb, decompress the file first", error.offset) from None
         if progress is not None:
             progress(source.done, source.size)
     return scanner.finish()
@@ -376,7 +417,7 @@ def _scan_zip(source: _Input, progress: Progress | None) -> tuple[Tables, tuple[
             storages = [info for info in archive.infolist() if info.filename.startswith(folder)]
             with archive.open(pickles[0]) as file:
                 inner = _File(file)
-                tables = _feed(inner, [], progress, Scanner(max_nodes=pickles[0].file_size + _NODES_FREE))
+                tables = _feed(inner, progress, Scanner(max_nodes=pickles[0].file_size + _NODES_FREE))
     except (zipfile.BadZipFile, NotImplementedError, RuntimeError, zlib.error) as error:
         raise PayloadError(f"a damaged or encrypted zip archive: {error}", 0) from error
     total = sum(info.file_size for info in storages)

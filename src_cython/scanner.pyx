@@ -151,7 +151,8 @@ cdef class Block:
                 capacity = CACHE[best].capacity
                 CACHE[best].data = NULL
                 CACHE[best].capacity = 0
-                memcpy(data, self.data, self.size)
+                if self.size:
+                    memcpy(data, self.data, self.size)
                 PyMem_RawFree(self.data)
                 self.data = data
                 self.capacity = capacity
@@ -448,6 +449,8 @@ cdef class Scanner:
     # ---- growing tables ---------------------------------------------------------------------------------------------
 
     cdef int keep(self, const uint8_t* p, Py_ssize_t size) except -1:
+        if size == 0:
+            return 0
         self.skeleton.reserve(size)
         memcpy(self.skeleton.data + self.skeleton.size, p, size)
         self.skeleton.size += size

@@ -46,6 +46,12 @@ def test_pickletester_passes():
 
 
 @needs_pickler
+def test_pickletester_passes_without_reducers():
+    """The encoder alone passes all that CPython's own pickler passes."""
+    check(suites.run_pickletester("fastcap._native.pickler:Pickler"), {}, suites.explained("pickletester"), 250)
+
+
+@needs_pickler
 def test_cloudpickle_suite_passes(request):
     checkout = request.config.getoption("--cloudpickle-suite")
     if not checkout:

@@ -23,7 +23,7 @@ class NodeView(NamedTuple):
     parent: int  # -1 for the root
     role: int  # OPERAND, ITEM, PAIR, STATE, DISCARD, PICKLE, RAW
     position: int  # which operand, item, or 2 * pair (+ 1 for the value)
-    arg: int  # containers: items or pairs; calls: index of the callable or -1; NEXT_BUFFER: buffer number; aliases: target
+    arg: int  # containers: items or pairs; calls: index of the callable or -1; NEXT_BUFFER: its number; aliases: the target
     memo: int  # memo index or -1
     count: int  # type: ignore[assignment]  # nodes in the subtree, itself included
     self_size: int
@@ -80,6 +80,6 @@ class Graph:
     def type_keys(self) -> list[tuple[int, str, int]]:
         """(key, op, example): the distinct kinds of node: by callable for calls (key = its index), else by opcode."""
     def type_totals(self, meanings: dict[int, int], /) -> dict[int, tuple[int, int]]:
-        """key -> (count, bytes). meanings[key]: 0 own row, 1 absorbs everything below it, 2 glue: counts with its parent."""
+        """key -> (count, bytes). Meanings: 0 own row, 1 absorbs everything below it, 2 glue: counts with its parent."""
     def dominators(self) -> bytes: ...  # uint32 each, native order; NO_INDEX for the root (tests)
     def sizes(self) -> tuple[bytes, bytes, bytes]: ...  # self, subtree, retained: uint64 each (tests)
