@@ -239,7 +239,7 @@ def _scan_stream(
 ) -> tuple[Tables, tuple[str, ...]]:
     kind = _format_of(source.peek(8))
     if kind is None:
-        return _feed(source, progress, Scanner(sizes, shared_memo=shared_memo)), ()
+        return _feed(source, progress, Scanner(sizes, shared_memo=shared_memo, expected_size=source.size or 0)), ()
     if kind == "zip":
         return _scan_zip(source, progress)
     with _decompressed(source, kind) as blocks:
