@@ -86,6 +86,9 @@ cdef class Graph:
     cdef uint32_t* outgoing             # owned; reference numbers grouped by source
     cdef uint32_t* idom                 # owned; immediate dominators; NULL until asked for
     cdef uint64_t* retained             # owned; bytes; NULL until asked for
+    cdef uint32_t* big                  # owned; nodes of at least `big_least` bytes, see `need_big`; NULL until asked for
+    cdef uint32_t big_count
+    cdef uint64_t big_least             # bytes
     cdef uint32_t* kind_of              # owned; node -> number of its kind, see `need_kinds`; NULL until asked for
     cdef list examples                  # kind -> first node of it
     cdef readonly object stream_size    # bytes of the stream
@@ -152,6 +155,7 @@ cdef class Graph:
         PyMem_RawFree(self.idom)
         PyMem_RawFree(self.retained)
         PyMem_RawFree(self.kind_of)
+        PyMem_RawFree(self.big)
 
     cdef Py_buffer* view(self, int field) noexcept:
         if field == 0:
@@ -369,6 +373,58 @@ cdef class Graph:
         self.retained = retained
         return 0
 
+    cdef int need_big(self) except -1:
+        """Note the nodes whose subtree is at least 1/2000 of the whole: what is asked is nearly always about these."""
+        cdef uint32_t i
+        cdef uint32_t count = 0
+        cdef uint64_t least = max(1, self.subtree_size(0) // 2000)
+        cdef uint32_t* big
+        if self.big != NULL:
+            return 0
+        for i in range(self.n):
+            count += self.subtree_size(i) >= least
+        big = <uint32_t*>allocate((<size_t>count + 1) * sizeof(uint32_t))
+        count = 0
+        i = 0
+        while i < self.n:
+            if self.subtree_size(i) >= least:
+                big[count] = i
+                count += 1
+                i += 1
+            else:
+                i += self.nodes[i].count  # what is inside is smaller still
+        self.big_count = count
+        self.big_least = least
+        self.big = big
+        return 0
+
+    cdef uint32_t first_big(self, uint32_t node) noexcept nogil:
+        """Number of the first big node that is not before this one."""
+        cdef uint32_t low = 0
+        cdef uint32_t high = self.big_count
+        cdef uint32_t middle
+        while low < high:
+            middle = low + (high - low) // 2
+            if self.big[middle] < node:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    cdef uint32_t next_of_size(self, uint32_t node, uint32_t end, uint64_t least) noexcept nogil:
+        """The first of `node`, its next siblings and so on (before `end`) whose subtree has `least` bytes; `end` if none."""
+        cdef uint32_t number
+        if least >= self.big_least:
+            number = self.first_big(node)
+            while number < self.big_count and self.big[number] < end:
+                if self.subtree_size(self.big[number]) >= least:
+                    return self.big[number]
+                number += 1
+            return end
+        while node < end and self.subtree_size(node) < least:
+            node += self.nodes[node].count
+        return node
+
     # ---- questions --------------------------------------------------------------------------------------------------
 
     def __len__(self):
@@ -423,9 +479,9 @@ cdef class Graph:
             self.need_outgoing()
             self.order_outgoing(i)
             ref, ref_end = self.first_out[i], self.first_out[i + 1]
+        self.need_big()
         while most < 0 or len(result) < most:
-            while child < end and self.subtree_size(child) < least:
-                child += self.nodes[child].count
+            child = self.next_of_size(child, end, least)
             edge = &self.refs[self.outgoing[ref]] if ref < ref_end else NULL
             if child < end and (edge == NULL or self.nodes[child].place <= edge.place):
                 result.append(Edge(self.nodes[child].place >> ROLE_SHIFT, self.nodes[child].place & POSITION_MASK,
@@ -479,15 +535,13 @@ cdef class Graph:
         cdef uint64_t least = min_size
         cdef list found = []
         self.need_retained()
+        self.need_big()
         # A node dominated by i lies in i's subtree: every path from the root leads through i, the tree path too.
-        j = i + 1
+        j = self.next_of_size(i + 1, end, least)
         while j < end:
             if self.retained[j] >= least and self.idom[j] == i:
                 found.append((-<object>self.retained[j], j))
-            if self.subtree_size(j) < least:
-                j += self.nodes[j].count  # what is inside is smaller still
-            else:
-                j += 1
+            j = self.next_of_size(j + 1, end, least)
         found.sort()
         if limit >= 0:
             del found[limit:]

@@ -530,14 +530,16 @@ cdef class Scanner:
     cdef void adopt_ring(self, uint32_t parent, uint32_t ring) noexcept:
         """Own every node of a ring of discarded ones."""
         cdef Node* nodes = <Node*>self.nodes.data
-        cdef uint32_t node = ring
+        cdef uint32_t node, following
         if ring == NO_INDEX:
             return
-        while True:
-            node = nodes[node].count
+        node = nodes[ring].count
+        nodes[ring].count = NO_INDEX
+        while node != NO_INDEX:
+            following = nodes[node].count
+            nodes[node].count = 0
             self.adopt(parent, node, place_of(ROLE_DISCARD, 0))
-            if node == ring:
-                break
+            node = following
 
     cdef inline int add_ref(self, uint32_t source, uint32_t target, uint32_t place) except -1:
         cdef Ref* ref
@@ -788,10 +790,10 @@ cdef class Scanner:
         index = self.promote(self.stack + base - 1, end)
         node = <Node*>self.nodes.data + index
         node.end = end
-        first = node.count
-        node.count = first + <uint32_t>(n >> 1 if role == ROLE_PAIR else n)
+        first = node.place
+        node.place = first + <uint32_t>(n >> 1 if role == ROLE_PAIR else n)
         if is_container(node.op):
-            node.arg = node.count
+            node.arg = node.place
         if role == ROLE_PAIR:
             first = first * 2 if first <= POSITION_MASK >> 1 else POSITION_MASK - 1
         for i in range(n):
@@ -943,7 +945,7 @@ cdef class Scanner:
                         node.end = shift + <uint64_t>q
                         place = place_of(ROLE_PAIR if step == 2 else ROLE_ITEM, node.arg * step)
                         node.arg += <uint32_t>(n >> (step - 1))
-                        node.count = node.arg
+                        node.place = node.arg
                         ref = lane.ref
                         item = lane.fence
                         while item < top:
@@ -1196,13 +1198,13 @@ cdef class Scanner:
                 self.put(n, after, at)
         elif op == OP_LIST:
             index = self.compose_mark(op, after, at)
-            (<Node*>self.nodes.data)[index].count = (<Node*>self.nodes.data)[index].arg
+            (<Node*>self.nodes.data)[index].place = (<Node*>self.nodes.data)[index].arg
         elif op == OP_DICT:
             index = self.compose_mark(op, after, at)
             if (<Node*>self.nodes.data)[index].arg & 1:
                 self.fail("DICT with a key without a value", at)
             (<Node*>self.nodes.data)[index].arg >>= 1
-            (<Node*>self.nodes.data)[index].count = (<Node*>self.nodes.data)[index].arg
+            (<Node*>self.nodes.data)[index].place = (<Node*>self.nodes.data)[index].arg
         elif op == OP_OBJ:
             if self.mark_count == 0 or self.depth <= self.fence:
                 self.fail("OBJ without a MARK and a class", at)
@@ -1273,6 +1275,7 @@ cdef class Scanner:
                 node = previous[node] if previous[node] != NO_INDEX else parent_of(nodes, node)
             if number == 0:
                 for i in range(n):
+                    nodes[i].count = 0
                     if nodes[i].parent != NO_INDEX:
                         nodes[i].parent = order[nodes[i].parent]
                     if is_call(nodes[i].op) or nodes[i].flags & FLAG_ALIAS:
@@ -1301,18 +1304,19 @@ cdef class Scanner:
         cdef Node* nodes = <Node*>self.nodes.data
         cdef uint32_t i
         with nogil:
-            for i in range(self.node_count):
-                nodes[i].count = 1
             for i in range(self.node_count - 1, 0, -1):
+                nodes[i].count += 1
                 nodes[nodes[i].parent].count += nodes[i].count
+            nodes[0].count += 1
+            nodes[0].place = 0
 
 
 cdef inline void fill_node(Node* node, uint8_t op, uint64_t start, uint64_t end) noexcept nogil:
     node.start = start
     node.end = end
     node.parent = NO_INDEX
-    node.count = 0  # while scanning: items and pairs so far; once discarded, see `join`
-    node.place = 0
+    node.count = 0  # while discarded: see `join`
+    node.place = 0  # until it is attached: items and pairs so far
     node.arg = 0
     node.memo = NO_INDEX
     node.op = op
