@@ -18,6 +18,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -120,6 +121,9 @@ class Explainer:
         self.graph = graph
         self.reader = Reader(graph)
         self._given_name = root_name
+        # What a subject keeps refers to the explainer weakly, and the explainer to it: a report that is dropped gives
+        # its graph back at once, not when the cyclic collector comes round.
+        self._weak: Explainer = weakref.proxy(self)
         self._subjects: dict[int, Subject] = {}
         self._places: dict[int, Place] = {}
         self._paths: dict[int, str] = {}
@@ -130,7 +134,7 @@ class Explainer:
         """What the node is, as an object of its own."""
         found = self._subjects.get(index)
         if found is None:
-            found = self._subjects[index] = _subject(self, index)
+            found = self._subjects[index] = _subject(self._weak, index)
         return found
 
     @cached_property
