@@ -104,6 +104,8 @@ cdef extern from *:
 
 cdef extern from "Python.h":
     int PY_VERSION_HEX
+    long PyLong_AsLong(PyObject*) except? -1
+    Py_ssize_t PyLong_AsSsize_t(PyObject*) except? -1
     PyTypeObject PyUnicode_Type, PyLong_Type, PyBool_Type, PyFloat_Type, PyBytes_Type, PyByteArray_Type, PyDict_Type
     PyTypeObject PyList_Type, PyTuple_Type, PySet_Type, PyFrozenSet_Type, PyType_Type, PyFunction_Type
     PyTypeObject PyPickleBuffer_Type
@@ -268,7 +270,7 @@ cdef enum:
     TYPE_SLOTS = 64             # entries of a pickler's type table; a power of two
     FAST_NESTING_LIMIT = 50     # FAST_NESTING_LIMIT of _pickle.c
     FAST_CYCLE_DEPTH = 5000     # depth from which fast mode looks for cycles through anything but lists and dicts
-    MAX_REDUCE_DEPTH = 1000000  # nested reduce values; reducers that hand out new objects for ever end here
+    MAX_REDUCE_DEPTH = 250000   # nested reduce values and persistent ids; an endless supply of new ones stops here
 
 cdef enum Kind:
     K_LIST          # obj: list
@@ -372,7 +374,7 @@ cdef class Pickler:
     cdef Py_ssize_t chunk_count     # chunks in use or kept for use
     cdef Frame* top                 # the uppermost frame, NULL when the stack is empty
     cdef Py_ssize_t depth           # frames on the stack
-    cdef Py_ssize_t reduce_depth    # K_REDUCE frames among them
+    cdef Py_ssize_t reduce_depth    # K_REDUCE and K_PERSID frames among them
     cdef TypeInfo types[TYPE_SLOTS]
     cdef uint64_t epoch             # grows whenever user code may have run
     cdef int proto
@@ -608,7 +610,7 @@ cdef str type_name(object obj):
 cdef int set_protocol(Pickler self, object protocol, bint fix_imports) except -1:
     cdef long proto = DEFAULT_PROTOCOL
     if protocol is not None:
-        proto = protocol
+        proto = PyLong_AsLong(<PyObject*>protocol)
         if proto < 0:
             proto = HIGHEST_PROTOCOL
         elif proto > HIGHEST_PROTOCOL:
@@ -845,12 +847,15 @@ cdef Frame* push(Pickler self, int kind, PyObject* obj) except NULL:
     f.obj = obj
     f.a = NULL
     f.b = NULL
+    if kind == K_REDUCE or kind == K_PERSID:
+        if self.reduce_depth >= MAX_REDUCE_DEPTH:
+            raise RecursionError("maximum recursion depth exceeded while pickling an object")
     if self.fast_ and obj != NULL:
         guard_cycle(self, f)
+    if kind == K_REDUCE or kind == K_PERSID:
+        self.reduce_depth += 1
     if obj != NULL:
         incref(obj)
-    if kind == K_REDUCE:
-        self.reduce_depth += 1
     self.depth += 1
     self.top = f
     return f
@@ -870,7 +875,7 @@ cdef int pop(Pickler self) except -1:
     if f.flags & F_GUARDED:
         if self.fast_memo is not None:
             self.fast_memo.discard(<size_t>obj)
-    if f.kind == K_REDUCE:
+    if f.kind == K_REDUCE or f.kind == K_PERSID:
         self.reduce_depth -= 1
         self.epoch += 1
     xdecref(obj)
@@ -1097,7 +1102,7 @@ cdef int set_memo(Pickler self, object value) except -1:
         for entry in list((<dict>value).values()):
             if not isinstance(entry, tuple) or len(<tuple>entry) != 2:
                 raise TypeError("'memo' values must be 2-item tuples")
-            position = (<tuple>entry)[0]
+            position = PyLong_AsSsize_t(tuple_item(<PyObject*>entry, 0))
             entries.append((position, (<tuple>entry)[1]))
     else:
         raise TypeError(f"'memo' attribute must be a PicklerMemoProxy object or dict, "
@@ -2257,7 +2262,7 @@ cdef int put_extension(Pickler self, object obj, object code) except -1:
     cdef char* p
     if not SINCE_313 and not isinstance(code, int):
         raise PicklingError(f"Can't pickle {obj!r}: extension code {code!r} isn't an integer")
-    number = code
+    number = PyLong_AsLong(<PyObject*>code)
     if number <= 0 or number > 0x7fffffff:
         if SINCE_313:
             raise RuntimeError(f"extension code {number} is out of range")
@@ -2278,8 +2283,8 @@ cdef int put_extension(Pickler self, object obj, object code) except -1:
 
 cdef object fixed_names(object module_name, object name):
     """Names as Python 2 had them (fix_imports of _pickle.c)."""
-    item = name_mapping.get((module_name, name))
-    if item is not None:
+    item = name_mapping.get((module_name, name), MISSING)
+    if item is not MISSING:
         if not isinstance(item, tuple) or len(<tuple>item) != 2:
             raise RuntimeError(f"_compat_pickle.REVERSE_NAME_MAPPING values should be 2-tuples, "
                                f"not {type_name(item)}")
@@ -2288,8 +2293,8 @@ cdef object fixed_names(object module_name, object name):
             raise RuntimeError(f"_compat_pickle.REVERSE_NAME_MAPPING values should be pairs of str, "
                                f"not ({type_name(module_name)}, {type_name(name)})")
         return module_name, name
-    item = import_mapping.get(module_name)
-    if item is not None:
+    item = import_mapping.get(module_name, MISSING)
+    if item is not MISSING:
         if not isinstance(item, str):
             raise RuntimeError(f"_compat_pickle.REVERSE_IMPORT_MAPPING values should be strings, "
                                f"not {type_name(item)}")
@@ -2480,8 +2485,6 @@ cdef int begin_reduce(Pickler self, PyObject* value, PyObject* obj) except -1:
     if item != NULL and not PyCallable_Check(item):
         raise PicklingError(f"sixth element of the tuple returned by __reduce__ must be a function, "
                             f"not {type_name(<object>item)}")
-    if self.reduce_depth >= MAX_REDUCE_DEPTH:
-        raise RecursionError(f"reduce values are nested more than {MAX_REDUCE_DEPTH} deep while pickling an object")
     f = push(self, K_REDUCE, obj)
     f.a = value
     incref(value)
@@ -2850,7 +2853,7 @@ cdef int note_path(Pickler self, object error) except -1:
         if skipped > 0 and 30 <= level < 30 + skipped:
             continue
         f = &self.chunks[level // CHUNK_FRAMES][level % CHUNK_FRAMES]
-        text = describe(f)
+        text = describe(f, level and saves_state(&self.chunks[(level - 1) // CHUNK_FRAMES][(level - 1) % CHUNK_FRAMES]))
         if text:
             parts.append(text)
     path = "".join(parts)
@@ -2861,8 +2864,12 @@ cdef int note_path(Pickler self, object error) except -1:
     return 0
 
 
-cdef str describe(Frame* f):
-    """The step of a path that a frame stands for."""
+cdef bint saves_state(Frame* f) noexcept:
+    return (f.kind == K_INSTANCE and f.step == 2) or (f.kind == K_REDUCE and f.step == R_BUILD) or f.kind == K_BUILD
+
+
+cdef str describe(Frame* f, bint is_state):
+    """The step of a path that a frame stands for; the items of a state are attributes."""
     cdef int kind = f.kind
     if kind == K_LIST or kind == K_BATCH_LIST:
         return f"[{f.pos}]" if kind == K_LIST else "[...]"
@@ -2872,7 +2879,7 @@ cdef str describe(Frame* f):
         if f.b == NULL:
             return ""
         key = <object>f.b
-        if type(key) is str and f.flags & F_BUILD and key.isidentifier():
+        if type(key) is str and (is_state or f.flags & F_BUILD) and key.isidentifier():
             return f".{key}"
         return f"[{short(key)}]"
     if kind == K_BATCH_DICT:
@@ -2892,7 +2899,7 @@ cdef str describe(Frame* f):
             return "<reducer>"
         if f.step == R_REDUCE or f.step == R_NEWOBJ:
             return "<args>"
-        if f.step == R_BUILD or f.step == R_SETTER:
+        if f.step == R_SETTER:
             return "<state>"
     return ""
 
