@@ -182,7 +182,7 @@ class Failing:
 
 @pytest.mark.parametrize("obj", [Recursing(), Failing(), threading.Lock(), (x for x in ()), [Recursing()]])
 def test_same_exceptions(obj):
-    with pytest.raises(Exception) as expected:  # noqa: PT011, B017
+    with pytest.raises(Exception) as expected:
         cloudpickle.dumps(obj)
     for function in (
         pickling.dumps,

@@ -241,13 +241,13 @@ def make_slots():
         __slots__ = "only"
 
     class Many:
-        __slots__ = ("a", "b", "__weakref__")
+        __slots__ = ("a", "b", "__weakref__")  # noqa: RUF023
 
         def get(self):
             return self.a
 
     class WithDict(Many):
-        __slots__ = ("c", "__dict__")
+        __slots__ = ("c", "__dict__")  # noqa: RUF023
 
     return One, Many, WithDict
 
@@ -276,7 +276,7 @@ def make_enums():
     class Colour(enum.Enum):
         RED = 1
         BLUE = "b"
-        CRIMSON = 1
+        CRIMSON = 1  # noqa: PIE796
 
         def method(self):
             return self.value
@@ -322,7 +322,7 @@ def make_typing():
     class Movie(typing.TypedDict, total=False):
         title: str
 
-    return Box, Sub, Box[int], Row, Row(1), Speaks, Movie, T, typing.Optional[T]
+    return Box, Sub, Box[int], Row, Row(1), Speaks, Movie, T, list[T]
 
 
 def make_wrapped_dict_property():
@@ -340,7 +340,7 @@ def make_cached_property():
         def value(self):
             return 1
 
-        @functools.lru_cache
+        @functools.lru_cache  # noqa: B019
         def method(self):
             return 2
 
