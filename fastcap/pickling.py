@@ -597,5 +597,5 @@ def installed(*flavors: str) -> Iterator[None]:
 
 
 _default = _flavor("cloudpickle")
-CloudPickler.dispatch_table = _default.pickler_class.dispatch_table  # type: ignore[attr-defined]
+CloudPickler.dispatch_table = _default.pickler_class.dispatch_table
 CloudPickler.dispatch = CloudPickler.dispatch_table
