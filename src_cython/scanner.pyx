@@ -307,6 +307,29 @@ cdef class Scanner:
         self.pending_bytes -= n
         self.taken += n
 
+    def raw(self, count):
+        """Take ``count`` bytes that stand in the stream but are no opcodes, such as the array data of joblib's files.
+
+        They belong to the object that was built last. They need not be seen: a reader may skip them in its file.
+        """
+        cdef uint64_t size = count
+        cdef uint64_t net
+        cdef uint32_t owner, index
+        if self.broken or self.nodes is None or self.carry.size or self.pending_bytes or self.tail:
+            raise ValueError("raw bytes in the middle of an opcode, or of a scanner that has failed or finished")
+        net = self.taken - self.overhead
+        if self.discarding:
+            self.settle(net)
+        if size > LARGEST_CLAIM or self.depth <= self.fence:
+            self.fail(f"{count:,} raw bytes with no object that they could belong to", self.taken)
+        owner = self.promote(self.stack + self.depth - 1, net)
+        index = self.new_node(0, net, net + size)
+        self.adopt(owner, index, place_of(ROLE_RAW, 0))
+        (<Node*>self.nodes.data)[owner].end = net + size
+        if size:
+            self.add_hole(net, size)
+        self.taken += size
+
     def finish(self):
         """End of the stream: its `Tables`. `PayloadError` if it stops in the middle of a pickle or is empty."""
         cdef Node* node

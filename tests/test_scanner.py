@@ -220,6 +220,26 @@ def test_long_arguments_are_counted_and_may_be_skipped():
     assert as_bytes(scanner.finish()) == as_bytes(scan(stream))
 
 
+def test_raw_bytes_belong_to_the_object_built_last():
+    head, rest = pickle.dumps(["a", ["b"], "c"], 2).split(b"X\x01\x00\x00\x00c")
+    rest = b"X\x01\x00\x00\x00c" + rest
+    scanner = Scanner()
+    scanner.write(head)
+    scanner.raw(1 << 40)
+    scanner.write(rest)
+    graph = Graph(scanner.finish())
+    assert graph.stream_size == (1 << 40) + len(head) + len(rest)
+    (raw,) = [graph.node(i) for i in range(len(graph)) if graph.node(i).op == "RAW"]
+    assert (raw.self_size, graph.node(raw.parent).op) == (1 << 40, "EMPTY_LIST")
+    assert raw.parent == graph.edges(0)[1].target
+    assert sum(memoryview(graph.sizes()[0]).cast("Q")) + graph.overhead == graph.payload_size
+    for stream, error in ((b"", PayloadError), (b"\x80\x04(", PayloadError), (b"\x80\x04X\x05", ValueError)):
+        scanner = Scanner()
+        scanner.write(stream)
+        with pytest.raises(error, match="raw"):
+            scanner.raw(1)
+
+
 def test_a_claimed_length_is_not_an_allocation():
     tracemalloc.start()
     try:
