@@ -465,8 +465,9 @@ class _Installation:
     def undo(self) -> None:
         for patch in reversed(self.patches):
             patch.undo()
-        for pickler in list(self.picklers.values()):
-            route = pickler.__dict__.pop(_ROUTE, None)
+        for reference in self.picklers.valuerefs():  # a snapshot: other threads may be adding to them
+            pickler = reference()
+            route = None if pickler is None else pickler.__dict__.pop(_ROUTE, None)
             if route is not None and route.encoder is not None:
                 _C_MEMO.__set__(pickler, route.encoder.memo.copy())
 
