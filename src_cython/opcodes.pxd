@@ -79,17 +79,30 @@ cdef enum ArgKind:
     ARG_COUNT4 = 5    # 4-byte length
     ARG_COUNT8 = 6    # 8-byte length
 
+# Opcodes that the scanner's fast lane takes, by what they do.
+cdef enum FastLane:
+    LANE_NONE = 0
+    LANE_ATOM = 1     # push an atom
+    LANE_GET = 2      # push a memo reference
+    LANE_MEMOIZE = 3
+    LANE_LEAF = 4     # push a node without children that has a 1- or 4-byte count
+    LANE_EMPTY = 5    # push an empty container
+    LANE_MARK = 6
+    LANE_EXTEND = 7   # APPENDS, SETITEMS, ADDITEMS
+
 cdef struct OpInfo:
+    unsigned char lane      # FastLane
     unsigned char kind      # ArgKind
     unsigned char header    # bytes of opcode and fixed argument or length; 1 for lines
     unsigned char protocol  # first protocol that has it
 
 cdef inline void set_op(OpInfo* table, int op, int kind, int header, int protocol) noexcept nogil:
+    table[op].lane = LANE_NONE
     table[op].kind = kind
     table[op].header = header
     table[op].protocol = protocol
 
-cdef inline void fill_op_table(OpInfo* table) noexcept nogil:
+cdef inline void fill_op_table(OpInfo* table) noexcept:
     """Fill 256 entries; the facts are pickletools' (checked against it in tests/test_scanner.py)."""
     cdef int op
     for op in range(256):
@@ -162,3 +175,23 @@ cdef inline void fill_op_table(OpInfo* table) noexcept nogil:
     set_op(table, OP_BINUNICODE8, ARG_COUNT8, 9, 4)
     set_op(table, OP_BINBYTES8, ARG_COUNT8, 9, 4)
     set_op(table, OP_BYTEARRAY8, ARG_COUNT8, 9, 5)
+    for op in range(256):
+        table[op].lane = lane_of(op)
+
+cdef inline unsigned char lane_of(int op) noexcept:
+    if (op == OP_NONE or op == OP_NEWTRUE or op == OP_NEWFALSE or op == OP_BININT or op == OP_BININT1 or op == OP_BININT2
+            or op == OP_BINFLOAT or op == OP_EMPTY_TUPLE):
+        return LANE_ATOM
+    if op == OP_BINGET or op == OP_LONG_BINGET:
+        return LANE_GET
+    if op == OP_MEMOIZE:
+        return LANE_MEMOIZE
+    if op == OP_SHORT_BINUNICODE or op == OP_BINUNICODE or op == OP_SHORT_BINBYTES or op == OP_BINBYTES:
+        return LANE_LEAF
+    if op == OP_EMPTY_LIST or op == OP_EMPTY_DICT or op == OP_EMPTY_SET:
+        return LANE_EMPTY
+    if op == OP_MARK:
+        return LANE_MARK
+    if op == OP_APPENDS or op == OP_SETITEMS or op == OP_ADDITEMS:
+        return LANE_EXTEND
+    return LANE_NONE

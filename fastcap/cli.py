@@ -1,0 +1,436 @@
+"""The command ``fastcap``: reading targets, writing reports, exit codes. What it prints is made in `fastcap.render`."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import shutil
+import stat
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout, suppress
+from dataclasses import fields, replace
+from typing import IO, TYPE_CHECKING, Any
+
+import click
+
+import fastcap
+from fastcap.errors import FastcapError, PayloadError
+from fastcap.render import clean
+from fastcap.report import Limit, Report, ViewOptions, format_size, parse_size
+from fastcap.targets import Target, TargetError, UserCodeError, imported, locate_error, parse_target
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+FINE, OVER_BUDGET, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+
+_MAX_REPORT_SIZE = 256 * 1024**2  # bytes of JSON that are read back as a report
+_PIPE_WIDTH = 100  # columns where there is no terminal to ask
+_PROGRESS_DELAY = 1.0  # seconds
+_BUDGET = "--max-size"
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from error  # click would not show the message of a ValueError
+
+
+@click.group(
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="Exit codes: 0 fine, 1 over budget, 2 usage or input error, 130 interrupted.",
+)
+@click.version_option(fastcap.__version__, message="%(prog)s %(version)s")
+@click.pass_context
+def cli(ctx: click.Context) -> None:
+    """What is in this pickle, why is it there, and how to get it out.
+
+    \b
+    Examples:
+      fastcap analyze trainer.pkl
+      fastcap analyze train.py:train_func --flavor ray.cloudpickle
+      fastcap analyze mypackage.jobs:main --max-size 10MiB
+    """
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
+        ctx.exit(BAD_INPUT)
+
+
+@cli.command()
+@click.argument("target_text", metavar="TARGET")
+@click.option(
+    "--format", "-f", "form", type=click.Choice(["text", "json", "folded"]), default="text", show_default=True
+)
+@click.option("--output", "-o", metavar="FILE", help="Write the report there instead of to standard output.")
+@click.option("--depth", type=click.IntRange(min=0), metavar="N", help="Levels of the tree below the root.")
+@click.option("--top", type=click.IntRange(min=1), metavar="N", help="Rows below each parent.")
+@click.option("--sort", type=click.Choice(["retained", "self", "subtree"]), help="Order of rows.  [default: retained]")
+@click.option("--min-size", type=_size, metavar="SIZE", help="Sum up rows smaller than this.")
+@click.option("--max-size", type=_size, metavar="SIZE", help="Exit with 1 if the payload is bigger.")
+@click.option(
+    "--flavor",
+    metavar="NAME",
+    help="Whose pickler, for objects: cloudpickle, ray.cloudpickle, joblib.externals.cloudpickle, "
+    "pyspark.cloudpickle.  [default: cloudpickle]",
+)
+@click.option("--protocol", type=click.IntRange(0, 5), metavar="N", help="Pickle protocol, for objects.")
+@click.option("--no-progress", is_flag=True, help="No progress bar on standard error.")
+@click.option("--traceback", "show_traceback", is_flag=True, help="If TARGET raises, show where.")
+@click.pass_context
+def analyze(
+    ctx: click.Context,
+    target_text: str,
+    form: str,
+    output: str | None,
+    depth: int | None,
+    top: int | None,
+    sort: str | None,
+    min_size: int | None,
+    max_size: int | None,
+    flavor: str | None,
+    protocol: int | None,
+    no_progress: bool,
+    show_traceback: bool,
+) -> int:
+    """Name the objects that hold a payload's bytes, and how they got in.
+
+    TARGET is a pickle file, - for standard input, or an object: script.py:name or package.module:name, where name may
+    have dots. Files are never executed. An object's module is imported, that is, run; of a script, everything but
+    `if __name__ == "__main__":`. A report saved with --format json is shown again.
+
+    Sizes: 10MiB, 10 MB, 512k, 1e6.
+
+    \b
+    Examples:
+      fastcap analyze trainer.pkl --depth 3
+      fastcap analyze train.py:trainer.fit --max-size 10MiB
+      fastcap analyze payload.pkl --format folded -o payload.folded
+      ssh host cat trainer.pkl | fastcap analyze - --format json
+    """
+    with _one_line_errors(show_traceback):
+        target = parse_target(target_text)
+        if output is not None:
+            _check_output(output, target)
+        options = ViewOptions(depth=depth, top=top, sort=sort or "retained", min_size=min_size)  # type: ignore[arg-type]
+        if target.kind in ("script", "module"):
+            report = _analyze_object(target, options, flavor or "cloudpickle", protocol)
+        else:
+            given = {name for name, value in ctx.params.items() if value is not None}
+            for name in ("flavor", "protocol"):
+                if name in given:
+                    raise TargetError(f"--{name} is for objects that are pickled now: {target} is a pickle already")
+            view = [f"--{name.replace('_', '-')}" for name in ("depth", "top", "sort", "min_size") if name in given]
+            report = _read_payload(target, options, view, progress=not no_progress)
+        if max_size is not None:
+            report = _with_budget(report, max_size)
+        _write(_render(report, form, output, sort or "retained"), output)
+        if max_size is None or report.payload_size <= max_size:
+            return FINE
+        if form != "text" or output is not None:
+            _say(f"payload {format_size(report.payload_size)} is over --max-size {format_size(max_size)}")
+        return OVER_BUDGET
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line (``sys.argv`` by default) and return its exit code."""
+    try:
+        code = cli.main(arguments, prog_name="fastcap", standalone_mode=False)
+        return code if isinstance(code, int) else FINE
+    except click.UsageError as error:
+        command = error.ctx.command_path if error.ctx else "fastcap"
+        _say(f"{' '.join(error.format_message().split())} (see {command} --help)")
+        return BAD_INPUT
+    except _Failure as failure:
+        _say(str(failure))
+        return BAD_INPUT
+    except (KeyboardInterrupt, click.Abort, _Interrupted):
+        _say("interrupted")
+        return INTERRUPTED
+
+
+# ---- input
+
+
+def _analyze_object(target: Target, options: ViewOptions, flavor: str, protocol: int | None) -> Report:
+    from fastcap.analysis import analyze
+    from fastcap.pickling import FLAVORS
+
+    if flavor not in FLAVORS:
+        raise TargetError(f"--flavor {flavor} is none of {', '.join(FLAVORS)}")
+    try:
+        importlib.import_module(flavor)
+    except ImportError as error:
+        raise TargetError(f"--flavor {flavor} cannot be used here: {error}") from error
+    _say(f"importing {target.where}")
+    # What the module prints is not part of the report.
+    with redirect_stdout(sys.stderr), imported(target) as thing:
+        try:
+            root = target.name.rpartition(".")[2]
+            report = analyze(thing, name=root, protocol=protocol, flavor=flavor, options=options)
+            details = report.details  # while the objects and their modules are in place
+        except FastcapError:
+            raise
+        except Exception as error:
+            raise UserCodeError(f"cannot pickle {target}: {locate_error(error)}") from error
+    note = f"imported {target.where}"
+    if target.kind == "script":
+        note += ' as __main__, without what is under `if __name__ == "__main__":`'
+    return _changed(report, target=target.name, notes=(*report.notes, note), make_details=lambda: details)
+
+
+def _read_payload(target: Target, options: ViewOptions, view_options: Sequence[str], *, progress: bool) -> Report:
+    """The report on a file or standard input, whether that is a pickle or a report saved as JSON."""
+    with _open(target) as file:
+        start = file.peek(1)[:1]  # type: ignore[attr-defined]
+        if not start:
+            raise TargetError(f"{target} is empty: there is no pickle to analyze")
+        if start == b"{":  # no pickle begins with it: it is no opcode
+            if view_options:
+                raise TargetError(
+                    f"{target} is a saved report: {view_options[0]} needs the pickle that it was made from"
+                )
+            return _read_report(file, target)
+        from fastcap.analysis import scan
+
+        regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
+        with _progress_bar(str(target), wanted=progress) as advance:
+            try:
+                report = scan(target.where if regular else file, options=options, progress=advance)
+                return _changed(report, target=str(target))
+            except PayloadError as error:
+                raise TargetError(f"{target} is not a pickle that can be read: {error}{_guess_kind(file)}") from error
+
+
+@contextmanager
+def _open(target: Target) -> Iterator[IO[bytes]]:
+    if target.kind == "stdin":
+        if sys.stdin is None or sys.stdin.isatty():
+            raise TargetError("standard input is a terminal: pipe a pickle into it, or name a file")
+        yield sys.stdin.buffer
+    else:
+        with open(target.where, "rb") as file:
+            yield file
+
+
+def _read_report(file: IO[bytes], target: Target) -> Report:
+    text = file.read(_MAX_REPORT_SIZE + 1)
+    if len(text) > _MAX_REPORT_SIZE:
+        raise TargetError(f"{target} looks like JSON, and is too big for a saved report")
+    try:
+        return Report.from_dict(json.loads(text))
+    except (ValueError, RecursionError) as error:
+        raise TargetError(f"{target} is neither a pickle nor a saved report: {error}") from error
+
+
+_KINDS = (
+    (b"PK\x03\x04", "a zip archive, as torch.save and numpy.savez write: analyze the pickle inside, such as data.pkl"),
+    (b"\x93NUMPY", "a numpy .npy file, which is one array and no pickle"),
+    (b"PAR1", "a Parquet file"),
+    (b"\x89HDF", "an HDF5 file"),
+    (b"SQLite", "an SQLite database"),
+)
+
+
+def _guess_kind(file: IO[bytes]) -> str:
+    if not file.seekable():
+        return ""
+    file.seek(0)
+    start = file.read(16)
+    return next((f"; it looks like {kind}" for magic, kind in _KINDS if start.startswith(magic)), "")
+
+
+def _with_budget(report: Report, max_size: int) -> Report:
+    """The report with ``--max-size`` as the first of its limits."""
+    details = report.details
+    size = report.payload_size
+    budget = Limit(_BUDGET, max_size, size / max(max_size, 1), size > max_size, "error", "the command line")
+    limits = (budget, *(limit for limit in details.limits if limit.name != _BUDGET))
+    return _changed(report, make_details=lambda: replace(details, limits=limits))
+
+
+def _changed(report: Report, **changes: Any) -> Report:
+    """A plain report of the same facts, but for the changes."""
+    return Report(**{each.name: getattr(report, each.name) for each in fields(Report)} | changes)
+
+
+# ---- output
+
+
+def _render(report: Report, form: str, output: str | None, sort: str) -> str:
+    if form == "json":
+        return json.dumps(report.to_dict(), indent=2) + "\n"
+    if form == "folded":
+        from fastcap.render.folded import render_folded
+
+        return render_folded(report)
+    from fastcap.render.text import GLYPHS, render_text
+
+    return render_text(
+        report,
+        width=shutil.get_terminal_size((_PIPE_WIDTH, 24)).columns if output is None else _PIPE_WIDTH,
+        color=output is None and _wants_color(sys.stdout),
+        unicode=output is not None or _can_encode(sys.stdout, GLYPHS),
+        sort=sort,
+        base=os.getcwd(),
+    )
+
+
+def _wants_color(stream: IO[str] | None) -> bool:
+    """By https://no-color.org and https://force-color.org; otherwise for terminals that are not dumb."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    if os.environ.get("FORCE_COLOR"):
+        return os.environ["FORCE_COLOR"] != "0"
+    return stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def _can_encode(stream: IO[str] | None, text: str) -> bool:
+    try:
+        text.encode(getattr(stream, "encoding", None) or "utf-8")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
+
+
+def _check_output(output: str, target: Target) -> None:
+    """Refuse what cannot be written before any work is done."""
+    if output == "-":
+        return
+    if os.path.isdir(output):
+        raise TargetError(f"-o {output} is a directory: name a file in it")
+    folder = os.path.dirname(os.path.realpath(output))
+    if not os.path.isdir(folder):
+        raise TargetError(f"-o {output}: there is no directory {folder}")
+    if target.kind in ("file", "script") and os.path.exists(output) and os.path.samefile(output, target.where):
+        raise TargetError(f"-o {output} would overwrite TARGET")
+
+
+def _write(text: str, output: str | None) -> None:
+    if output is None or output == "-":
+        _write_stdout(text)
+        return
+    try:
+        _write_file(text.encode("utf-8", "backslashreplace"), os.path.realpath(output))
+    except OSError as error:
+        raise TargetError(f"cannot write {output}: {error.strerror}") from error
+
+
+def _write_file(data: bytes, path: str) -> None:
+    """All of ``data`` or nothing: written beside ``path``, then renamed. Devices and pipes are opened as they are."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        with open(path, "wb") as file:
+            file.write(data)
+        return
+    beside = f"{path}.{os.getpid()}.tmp"
+    try:
+        with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb") as file:
+            if os.path.exists(path):
+                shutil.copymode(path, beside)
+            file.write(data)
+        os.replace(beside, path)
+    except BaseException:
+        with suppress(FileNotFoundError):
+            os.unlink(beside)
+        raise
+
+
+def _write_stdout(text: str) -> None:
+    """Nothing is said if the reader has gone away, as ``head`` does."""
+    stream = sys.stdout
+    if stream is None:
+        return
+    try:
+        stream.flush()
+        stream.buffer.write(text.encode(stream.encoding or "utf-8", "backslashreplace"))
+        stream.buffer.flush()
+    except BrokenPipeError:
+        _abandon_stdout()
+    except OSError as error:
+        _abandon_stdout()
+        raise TargetError(f"cannot write the report to standard output: {error.strerror}") from error
+
+
+def _abandon_stdout() -> None:
+    """Keep the interpreter from flushing to a broken standard output once more when it exits."""
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, sys.stdout.fileno())
+    os.close(devnull)
+
+
+def _say(message: str) -> None:
+    """One line on standard error."""
+    if sys.stderr is not None:
+        line = f"fastcap: {clean(message, 1000)}\n"
+        encoding = getattr(sys.stderr, "encoding", None) or "utf-8"
+        sys.stderr.write(line.encode(encoding, "backslashreplace").decode(encoding))
+        sys.stderr.flush()
+
+
+# ---- progress
+
+
+@contextmanager
+def _progress_bar(name: str, *, wanted: bool) -> Iterator[Any]:
+    """A callback ``(done_bytes, total_bytes)`` that shows a bar on a terminal, once a second has gone by."""
+    if not wanted or sys.stderr is None or not sys.stderr.isatty():
+        yield None
+        return
+    started = time.monotonic()
+    bar: Progress | None = None
+    task: TaskID | None = None
+
+    def advance(done: int, total: int | None) -> None:
+        nonlocal bar, task
+        if bar is None:
+            if time.monotonic() - started < _PROGRESS_DELAY:
+                return
+            from rich.console import Console
+            from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+            columns = TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(binary_units=True)
+            bar = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True)
+            bar.start()
+            task = bar.add_task(clean(name, 30), total=total)
+        if task is not None:
+            bar.update(task, completed=done, total=total)
+
+    try:
+        yield advance
+    finally:
+        if bar is not None:
+            bar.stop()
+
+
+# ---- errors
+
+
+class _Failure(Exception):
+    """Ends the command with a line on standard error and exit code 2."""
+
+
+class _Interrupted(Exception):
+    """Ends the command as Ctrl-C does; click would print an empty line for a KeyboardInterrupt."""
+
+
+@contextmanager
+def _one_line_errors(show_traceback: bool) -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        raise _Interrupted from error
+    except OSError as error:
+        where = f"cannot read {error.filename}: " if error.filename else ""
+        raise _Failure(f"{where}{error.strerror or error}") from error
+    except MemoryError as error:
+        raise _Failure("out of memory") from error
+    except FastcapError as error:
+        if show_traceback:
+            traceback.print_exception(error.__cause__ or error)
+        hint = "; --traceback shows where" if isinstance(error, UserCodeError) and not show_traceback else ""
+        raise _Failure(f"{error}{hint}") from error

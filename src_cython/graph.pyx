@@ -1,0 +1,765 @@
+"""The graph of one payload: sizes, memo references and dominators, on the tables that a scan filled.
+
+The tables are checked once, in `Graph.__init__`; everything after that trusts them. Nodes stand in stream order, which
+is a depth-first preorder of the tree of spans, and also of the whole graph: a memo reference leads to something that was
+written before it, hence to an ancestor, to a node further left, or (seen from a node whose span goes on) to a
+descendant, never to a node further right. Lengauer and Tarjan's algorithm therefore runs on the table as it is.
+"""
+
+from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
+from cpython.bytes cimport PyBytes_FromStringAndSize
+cimport cython
+from cpython.mem cimport PyMem_RawFree, PyMem_RawMalloc
+from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
+from libc.string cimport memchr, memcpy, memset
+
+from nodes cimport *
+from opcodes cimport *
+
+import heapq
+import pickletools
+from typing import NamedTuple
+
+OPERAND, ITEM, PAIR, STATE, DISCARD, PICKLE, RAW = range(7)
+
+cdef OpInfo OPS[256]
+fill_op_table(OPS)
+cdef list OP_NAMES = [None] * 256
+for _op in pickletools.opcodes:
+    OP_NAMES[ord(_op.code)] = _op.name
+
+
+class NodeView(NamedTuple):
+    """One node; sizes in bytes, offsets net (without PROTO, FRAME and STOP). See graph.pyi for each field."""
+
+    index: int
+    op: str
+    start: int
+    end: int
+    parent: int
+    role: int
+    position: int
+    arg: int
+    memo: int
+    count: int
+    self_size: int
+    subtree_size: int
+    retained_size: int
+    dominator: int
+
+
+class Edge(NamedTuple):
+    """A child, or a memo reference, of a node."""
+
+    role: int
+    position: int
+    target: int
+    is_reference: bool
+
+
+@cython.final
+cdef class Graph:
+    """Array of the nodes of one payload, in stream order; node 0 is the root.
+
+    ``tables`` is what `Scanner.finish` returns, or anything with the same attributes: every index and span in it is
+    checked, and ``ValueError`` says what does not fit. Sizes and dominators are computed when they are first asked for.
+    """
+
+    cdef Py_buffer nodes_view, refs_view, skeleton_view, holes_view, overheads_view
+    cdef int view_count                 # how many of those are held
+    cdef const Node* nodes              # borrowed from nodes_view, likewise below
+    cdef const Ref* refs
+    cdef const uint8_t* skeleton
+    cdef const Hole* hole_table
+    cdef const Overhead* overheads
+    cdef uint32_t n                     # nodes
+    cdef uint32_t ref_count
+    cdef Py_ssize_t hole_count, overhead_count
+    cdef uint64_t* buffers              # owned; bytes of each out-of-band buffer
+    cdef uint32_t buffer_count
+    cdef uint64_t* buffered             # owned; bytes of the buffers inside each subtree; NULL if there are no buffers
+    cdef uint32_t* first_out            # owned; node -> where its own references begin in `outgoing`; n + 1 entries,
+                                        # or NULL until asked for
+    cdef uint32_t* outgoing             # owned; reference numbers grouped by source
+    cdef uint32_t* idom                 # owned; immediate dominators; NULL until asked for
+    cdef uint64_t* retained             # owned; bytes; NULL until asked for
+    cdef readonly object stream_size    # bytes of the stream
+    cdef readonly object buffer_size    # bytes of all out-of-band buffers
+    cdef readonly object overhead       # bytes of PROTO, FRAME and STOP opcodes
+    cdef readonly int protocol
+    cdef readonly object pickle_count
+    cdef readonly str tail              # why the bytes behind the last pickle are not one
+
+    def __init__(self, tables):
+        cdef uint32_t i
+        if self.view_count:
+            raise TypeError("Graph.__init__ may be called only once")
+        for field, source in enumerate((tables.nodes, tables.references, tables.skeleton, tables.holes, tables.overheads)):
+            PyObject_GetBuffer(source, self.view(field), PyBUF_SIMPLE)
+            self.view_count += 1
+        self.nodes = <const Node*>self.nodes_view.buf
+        self.refs = <const Ref*>self.refs_view.buf
+        self.skeleton = <const uint8_t*>self.skeleton_view.buf
+        self.hole_table = <const Hole*>self.holes_view.buf
+        self.overheads = <const Overhead*>self.overheads_view.buf
+        node_count = self.nodes_view.len // sizeof(Node)
+        reference_count = self.refs_view.len // sizeof(Ref)
+        if not 0 < node_count < 0xFFFFFFFF or reference_count >= 0xFFFFFFFF:
+            raise ValueError(f"a graph of {node_count} nodes and {reference_count} references")
+        self.n = node_count
+        self.ref_count = reference_count
+        self.hole_count = self.holes_view.len // sizeof(Hole)
+        self.overhead_count = self.overheads_view.len // sizeof(Overhead)
+        sizes = list(tables.buffer_sizes)
+        self.buffers = <uint64_t*>allocate(max(1, len(sizes)) * sizeof(uint64_t))
+        for size in sizes:
+            self.buffers[self.buffer_count] = size
+            self.buffer_count += 1
+        self.stream_size = tables.stream_size
+        self.buffer_size = sum(sizes)
+        self.overhead = self.overheads[self.overhead_count - 1].total if self.overhead_count else 0
+        self.protocol = tables.protocol
+        self.pickle_count = tables.pickle_count
+        self.tail = tables.tail
+        self.check()
+        if self.buffer_count:
+            self.buffered = <uint64_t*>allocate(self.n * sizeof(uint64_t))
+            memset(self.buffered, 0, self.n * sizeof(uint64_t))
+            for i in range(self.n - 1, 0, -1):
+                if self.nodes[i].op == OP_NEXT_BUFFER and self.nodes[i].arg < self.buffer_count:
+                    self.buffered[i] += self.buffers[self.nodes[i].arg]
+                self.buffered[self.nodes[i].parent] += self.buffered[i]
+            if self.nodes[0].op == OP_NEXT_BUFFER and self.nodes[0].arg < self.buffer_count:
+                self.buffered[0] += self.buffers[self.nodes[0].arg]
+            if self.buffered[0] != self.buffer_size:
+                raise ValueError("an out-of-band buffer is used twice or not at all")
+
+    def __dealloc__(self):
+        for field in range(self.view_count):
+            PyBuffer_Release(self.view(field))
+        PyMem_RawFree(self.buffers)
+        PyMem_RawFree(self.buffered)
+        PyMem_RawFree(self.first_out)
+        PyMem_RawFree(self.outgoing)
+        PyMem_RawFree(self.idom)
+        PyMem_RawFree(self.retained)
+
+    cdef Py_buffer* view(self, int field) noexcept:
+        if field == 0:
+            return &self.nodes_view
+        if field == 1:
+            return &self.refs_view
+        if field == 2:
+            return &self.skeleton_view
+        if field == 3:
+            return &self.holes_view
+        return &self.overheads_view
+
+    cdef int check(self) except -1:
+        """Everything that later code relies on. One pass; the tables may come from anywhere."""
+        cdef const Node* node
+        cdef const Node* parent
+        cdef uint32_t i
+        cdef uint32_t bad = NO_INDEX
+        cdef uint64_t net_size
+        cdef Py_ssize_t h
+        cdef uint64_t missing = 0
+        if self.stream_size < self.overhead:
+            raise ValueError("more overhead than stream")
+        net_size = self.stream_size - self.overhead
+        with nogil:
+            node = &self.nodes[0]
+            if node.parent != NO_INDEX or node.count != self.n or node.start != 0 or node.end != net_size \
+                    or names_no_node(node, self.n):
+                bad = 0
+            for i in range(1, self.n):
+                node = &self.nodes[i]
+                if node.parent >= i:
+                    bad = i
+                    break
+                parent = &self.nodes[node.parent]
+                if (node.count == 0 or node.count > self.n - i or i + node.count > node.parent + parent.count
+                        or node.end < node.start or node.start < parent.start or node.end > parent.end
+                        or (node.parent != i - 1 and (node.start < self.nodes[i - 1].end or i != next_after(self.nodes, i)))
+                        or names_no_node(node, self.n)):
+                    bad = i
+                    break
+        if bad != NO_INDEX:
+            raise ValueError(f"node {bad} of {self.n} does not fit into the tree: {self.nodes[bad]}")
+        with nogil:
+            for i in range(self.ref_count):
+                if (self.refs[i].source >= self.n or self.refs[i].target >= self.n
+                        or (i and self.refs[i].target < self.refs[i - 1].target)):
+                    bad = i
+                    break
+        if bad != NO_INDEX:
+            raise ValueError(f"reference {bad} of {self.ref_count} does not fit: {self.refs[bad]}")
+        for h in range(self.hole_count):
+            if (self.hole_table[h].missing <= missing or self.hole_table[h].at + (self.hole_table[h].missing - missing) > net_size
+                    or (h and self.hole_table[h].at < self.hole_table[h - 1].at + (missing - (self.hole_table[h - 2].missing if h > 1 else 0)))):
+                raise ValueError(f"hole {h} of {self.hole_count} does not fit")
+            missing = self.hole_table[h].missing
+        if missing + <uint64_t>self.skeleton_view.len > net_size:
+            raise ValueError("the skeleton is longer than the stream")
+        for h in range(1, self.overhead_count):
+            if (self.overheads[h].at < self.overheads[h - 1].at
+                    or self.overheads[h].total <= self.overheads[h - 1].total):
+                raise ValueError(f"overhead {h} of {self.overhead_count} does not fit")
+        return 0
+
+    # ---- sizes and dominators ---------------------------------------------------------------------------------------
+
+    cdef inline uint64_t subtree_size(self, uint32_t i) noexcept nogil:
+        return self.nodes[i].end - self.nodes[i].start + (self.buffered[i] if self.buffered != NULL else 0)
+
+    cdef uint64_t self_size(self, uint32_t i) noexcept nogil:
+        cdef uint64_t size = self.subtree_size(i)
+        cdef uint32_t child = i + 1
+        cdef uint32_t end = i + self.nodes[i].count
+        while child < end:
+            size -= self.subtree_size(child)
+            child += self.nodes[child].count
+        return size
+
+    cdef int need_outgoing(self) except -1:
+        """Group the references by source (counting sort)."""
+        cdef uint32_t* first
+        cdef uint32_t* grouped
+        cdef uint32_t i, source
+        if self.first_out != NULL:
+            return 0
+        first = <uint32_t*>allocate((<size_t>self.n + 2) * sizeof(uint32_t))
+        grouped = <uint32_t*>PyMem_RawMalloc((<size_t>self.ref_count + 1) * sizeof(uint32_t))
+        if grouped == NULL:
+            PyMem_RawFree(first)
+            raise MemoryError()
+        with nogil:
+            # first[s + 2] counts, then becomes where s + 1 begins; filling group s moves first[s + 1] to where it ends
+            memset(first, 0, (<size_t>self.n + 2) * sizeof(uint32_t))
+            for i in range(self.ref_count):
+                first[self.refs[i].source + 2] += 1
+            for i in range(2, self.n + 2):
+                first[i] += first[i - 1]
+            for i in range(self.ref_count):
+                source = self.refs[i].source
+                grouped[first[source + 1]] = i
+                first[source + 1] += 1
+        if self.first_out != NULL:  # another thread was faster while the GIL was released
+            PyMem_RawFree(first)
+            PyMem_RawFree(grouped)
+            return 0
+        self.outgoing = grouped
+        self.first_out = first
+        return 0
+
+    cdef int order_outgoing(self, uint32_t i) except -1:
+        """Put the references of one node into the order of their places."""
+        cdef uint32_t r
+        cdef uint32_t first = self.first_out[i]
+        cdef uint32_t end = self.first_out[i + 1]
+        for r in range(first + 1, end):
+            if self.refs[self.outgoing[r]].place < self.refs[self.outgoing[r - 1]].place:
+                break
+        else:
+            return 0
+        numbers = [(self.refs[self.outgoing[r]].place, self.outgoing[r]) for r in range(first, end)]
+        numbers.sort()
+        for r in range(first, end):
+            self.outgoing[r] = numbers[r - first][1]
+        return 0
+
+    cdef uint32_t first_ref(self, uint32_t target) noexcept:
+        """Number of the first reference whose target is not before this node."""
+        cdef uint32_t low = 0
+        cdef uint32_t high = self.ref_count
+        cdef uint32_t middle
+        while low < high:
+            middle = low + (high - low) // 2
+            if self.refs[middle].target < target:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    cdef int need_dominators(self) except -1:
+        cdef uint32_t* idom
+        cdef uint32_t* work
+        if self.idom != NULL:
+            return 0
+        idom = <uint32_t*>allocate(self.n * sizeof(uint32_t))
+        work = <uint32_t*>PyMem_RawMalloc(3 * <size_t>self.n * sizeof(uint32_t))
+        if work == NULL:
+            PyMem_RawFree(idom)
+            raise MemoryError()
+        with nogil:
+            find_dominators(self.nodes, self.refs, self.ref_count, self.n, idom,
+                            work, work + self.n, work + 2 * <size_t>self.n)
+        PyMem_RawFree(work)
+        if self.idom != NULL:
+            PyMem_RawFree(idom)
+            return 0
+        self.idom = idom
+        return 0
+
+    cdef int need_retained(self) except -1:
+        cdef uint64_t* retained
+        cdef uint32_t i
+        if self.retained != NULL:
+            return 0
+        self.need_dominators()
+        retained = <uint64_t*>allocate(self.n * sizeof(uint64_t))
+        with nogil:
+            retained[0] = self.subtree_size(0)
+            for i in range(1, self.n):
+                retained[i] = self.subtree_size(i)
+                retained[self.nodes[i].parent] -= retained[i]
+            for i in range(self.n - 1, 0, -1):
+                retained[self.idom[i]] += retained[i]
+        if self.retained != NULL:
+            PyMem_RawFree(retained)
+            return 0
+        self.retained = retained
+        return 0
+
+    # ---- questions --------------------------------------------------------------------------------------------------
+
+    def __len__(self):
+        return self.n
+
+    @property
+    def reference_count(self):
+        """Memo references in the stream."""
+        return self.ref_count
+
+    @property
+    def payload_size(self):
+        """Bytes of the stream and of its out-of-band buffers."""
+        return self.stream_size + self.buffer_size
+
+    cdef uint32_t index(self, object number) except? 0xFFFFFFFF:
+        if not 0 <= number < self.n:
+            raise IndexError(f"node {number} of a graph with {self.n}")
+        return number
+
+    def node(self, number):
+        """The node with this index as a `NodeView`."""
+        cdef uint32_t i = self.index(number)
+        cdef const Node* node = &self.nodes[i]
+        self.need_retained()
+        if node.op:
+            op = OP_NAMES[node.op]
+        else:
+            op = "RAW" if node.place >> ROLE_SHIFT == ROLE_RAW else "FILE"
+        return NodeView(
+            i, op, node.start, node.end, signed(node.parent), node.place >> ROLE_SHIFT, node.place & POSITION_MASK,
+            signed(node.arg), signed(node.memo), node.count, self.self_size(i), self.subtree_size(i),
+            self.retained[i], signed(self.idom[i]),
+        )
+
+    def edges(self, number, min_size=0, limit=-1, references=True):
+        """Children of at least ``min_size`` bytes and memo references of a node, by role and position.
+
+        At most ``limit`` of them (all if negative), the first ones.
+        """
+        cdef uint32_t i = self.index(number)
+        cdef uint32_t child = i + 1
+        cdef uint32_t end = i + self.nodes[i].count
+        cdef uint32_t ref = 0
+        cdef uint32_t ref_end = 0
+        cdef uint64_t least = min_size
+        cdef Py_ssize_t most = limit
+        cdef list result = []
+        cdef const Ref* edge
+        if references:
+            self.need_outgoing()
+            self.order_outgoing(i)
+            ref, ref_end = self.first_out[i], self.first_out[i + 1]
+        while most < 0 or len(result) < most:
+            while child < end and self.subtree_size(child) < least:
+                child += self.nodes[child].count
+            edge = &self.refs[self.outgoing[ref]] if ref < ref_end else NULL
+            if child < end and (edge == NULL or self.nodes[child].place <= edge.place):
+                result.append(Edge(self.nodes[child].place >> ROLE_SHIFT, self.nodes[child].place & POSITION_MASK,
+                                   child, False))
+                child += self.nodes[child].count
+            elif edge != NULL:
+                result.append(Edge(edge.place >> ROLE_SHIFT, edge.place & POSITION_MASK, edge.target, True))
+                ref += 1
+            else:
+                break
+        return result
+
+    def next_sibling(self, number):
+        """The next node with the same parent, -1 if there is none."""
+        cdef uint32_t i = self.index(number)
+        cdef uint32_t following = i + self.nodes[i].count
+        if i == 0 or following >= self.nodes[i].parent + self.nodes[self.nodes[i].parent].count:
+            return -1
+        return following
+
+    def previous_sibling(self, number):
+        """The node before this one with the same parent, -1 if there is none."""
+        cdef uint32_t i = self.index(number)
+        cdef uint32_t before
+        if i == 0 or self.nodes[i].parent == i - 1:
+            return -1
+        before = i - 1
+        while self.nodes[before].parent != self.nodes[i].parent:
+            before = self.nodes[before].parent
+        return before
+
+    def referrers(self, number, limit=10):
+        """Nodes that hold a memo reference to this one, in stream order, at most ``limit``; one for each reference."""
+        cdef uint32_t i = self.index(number)
+        cdef uint32_t ref = self.first_ref(i)
+        return heapq.nsmallest(limit, [self.refs[r].source for r in range(ref, self.first_ref(i + 1))])
+
+    def referrer_count(self, number):
+        """How many memo references lead to this node."""
+        cdef uint32_t i = self.index(number)
+        return self.first_ref(i + 1) - self.first_ref(i)
+
+    def dominated(self, number, min_size=0, limit=-1):
+        """Nodes whose immediate dominator is this one and that retain ``min_size`` bytes or more, biggest first."""
+        cdef uint32_t i = self.index(number)
+        cdef uint32_t j
+        cdef uint32_t end = i + self.nodes[i].count
+        cdef uint64_t least = min_size
+        cdef list found = []
+        self.need_retained()
+        # A node dominated by i lies in i's subtree: every path from the root leads through i, the tree path too.
+        j = i + 1
+        while j < end:
+            if self.retained[j] >= least and self.idom[j] == i:
+                found.append((-<object>self.retained[j], j))
+            if self.subtree_size(j) < least:
+                j += self.nodes[j].count  # what is inside is smaller still
+            else:
+                j += 1
+        found.sort()
+        if limit >= 0:
+            del found[limit:]
+        return [pair[1] for pair in found]
+
+    def dominators(self):
+        """The immediate dominator of every node, as native uint32; 0xFFFFFFFF for the root."""
+        self.need_dominators()
+        return PyBytes_FromStringAndSize(<char*>self.idom, self.n * sizeof(uint32_t))
+
+    def sizes(self):
+        """(self, subtree, retained) sizes of every node in bytes, each as native uint64."""
+        cdef bytes own = PyBytes_FromStringAndSize(NULL, self.n * sizeof(uint64_t))
+        cdef bytes subtree = PyBytes_FromStringAndSize(NULL, self.n * sizeof(uint64_t))
+        cdef uint64_t* a = <uint64_t*><char*>own
+        cdef uint64_t* b = <uint64_t*><char*>subtree
+        cdef uint32_t i
+        self.need_retained()
+        for i in range(self.n):
+            a[i] = b[i] = self.subtree_size(i)
+            if i:
+                a[self.nodes[i].parent] -= a[i]
+        return own, subtree, PyBytes_FromStringAndSize(<char*>self.retained, self.n * sizeof(uint64_t))
+
+    # ---- the stream's bytes -----------------------------------------------------------------------------------------
+
+    cdef Py_ssize_t hole_before(self, uint64_t net) noexcept nogil:
+        """Number of holes that begin before the net offset."""
+        cdef Py_ssize_t low = 0
+        cdef Py_ssize_t high = self.hole_count
+        cdef Py_ssize_t middle
+        while low < high:
+            middle = (low + high) // 2
+            if self.hole_table[middle].at < net:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    cdef Py_ssize_t skeleton_offset(self, uint64_t net) noexcept nogil:
+        """Where the byte at a net offset is in the skeleton; for one in a hole, where the hole is."""
+        cdef Py_ssize_t h = self.hole_before(net)
+        cdef uint64_t missing = 0
+        cdef uint64_t hole_end
+        cdef Py_ssize_t offset
+        if h:
+            missing = self.hole_table[h - 1].missing
+            hole_end = self.hole_table[h - 1].at + missing - (self.hole_table[h - 2].missing if h > 1 else 0)
+            if net < hole_end:
+                missing -= hole_end - net
+        offset = <Py_ssize_t>(net - missing)
+        return offset if offset < self.skeleton_view.len else self.skeleton_view.len
+
+    def code(self, start, end):
+        """The stream's bytes between two net offsets; what `holes` says is missing is simply not there."""
+        cdef Py_ssize_t first, last
+        if not 0 <= start <= end <= self.nodes[0].end:
+            raise IndexError(f"bytes {start} to {end} of {self.nodes[0].end}")
+        first = self.skeleton_offset(start)
+        last = self.skeleton_offset(end)
+        return PyBytes_FromStringAndSize(<const char*>self.skeleton + first, last - first)
+
+    def holes(self, start, end):
+        """(net offset, length in bytes) of everything between two net offsets that `code` leaves out."""
+        cdef Py_ssize_t h = self.hole_before(start)
+        cdef uint64_t first = start
+        cdef uint64_t last = end
+        cdef uint64_t hole_end
+        cdef list result = []
+        h = h - 1 if h else 0
+        while h < self.hole_count and self.hole_table[h].at < last:
+            hole_end = self.hole_table[h].at + self.hole_table[h].missing - (self.hole_table[h - 1].missing if h else 0)
+            if hole_end > first:
+                result.append((max(first, self.hole_table[h].at), min(last, hole_end) - max(first, self.hole_table[h].at)))
+            h += 1
+        return result
+
+    def stream_offset(self, net):
+        """Position in the stream of the byte at a net offset."""
+        cdef Py_ssize_t low = 0
+        cdef Py_ssize_t high = self.overhead_count
+        cdef Py_ssize_t middle
+        while low < high:
+            middle = (low + high) // 2
+            if self.overheads[middle].at <= net:
+                low = middle + 1
+            else:
+                high = middle
+        return net + (self.overheads[low - 1].total if low else 0)
+
+    def last_push(self, start, end):
+        """Net offset of the last opcode that pushes a value between two net offsets with no node in between.
+
+        -1 if there is none. Used to read the atom or memo reference in front of a child.
+        """
+        cdef uint64_t at, stop
+        cdef int64_t found = -1
+        cdef const uint8_t* p
+        cdef const uint8_t* limit = self.skeleton + self.skeleton_view.len
+        cdef uint64_t size
+        if not 0 <= start <= end <= self.nodes[0].end:
+            raise IndexError(f"bytes {start} to {end} of {self.nodes[0].end}")
+        at, stop = start, end
+        with nogil:
+            p = self.skeleton + self.skeleton_offset(at)
+            while at < stop and p < limit:
+                size = atom_size(p, limit)
+                if size == 0:
+                    break
+                if is_push(p[0]):
+                    found = at
+                at += size
+                p += size
+                if self.hole_count and at < stop:
+                    p = self.skeleton + self.skeleton_offset(at)
+        return found
+
+    # ---- totals by type ---------------------------------------------------------------------------------------------
+
+    cdef int64_t type_key(self, uint32_t i) noexcept nogil:
+        """What tells the type of a node: its callable for calls, else its opcode (negative)."""
+        cdef uint32_t callee
+        if is_call(self.nodes[i].op) and self.nodes[i].arg != NO_INDEX:
+            callee = self.nodes[i].arg
+            if self.nodes[callee].flags & FLAG_ALIAS:
+                callee = self.nodes[callee].arg
+            return callee
+        return -<int64_t>self.nodes[i].op - 1
+
+    def type_keys(self):
+        """(key, op, example) for every distinct kind of node; ``example`` is the index of the first such node.
+
+        The key of a call (REDUCE, OBJ, NEWOBJ, NEWOBJ_EX) is the index of its callable, else a negative number that
+        stands for the opcode.
+        """
+        cdef uint32_t i
+        cdef int64_t key
+        cdef int64_t last = -1000
+        cdef dict seen = {}
+        cdef uint8_t known[257]
+        memset(known, 0, sizeof(known))
+        for i in range(self.n):
+            key = self.type_key(i)
+            if key == last:
+                continue
+            last = key
+            if key < 0:
+                if known[-key - 1]:
+                    continue
+                known[-key - 1] = 1
+            if key not in seen:
+                seen[key] = i
+        return [(key, self.node(example).op, example) for key, example in seen.items()]
+
+    def type_totals(self, meanings):
+        """key -> (number of nodes, bytes), for the keys of `type_keys`.
+
+        ``meanings[key]`` is 0 for a type with a row of its own, 1 for one that takes in all that is written below it, 2
+        for glue whose own bytes count with its parent. The bytes add up to the payload without its overhead.
+        """
+        cdef uint32_t i, j, end
+        cdef int64_t key
+        cdef dict totals = {}
+        cdef uint8_t* meaning = <uint8_t*>allocate(self.n + 257)  # by key + 257
+        cdef uint64_t* bytes_of = NULL
+        cdef uint64_t* count_of = NULL
+        cdef int64_t* row = NULL
+        try:
+            bytes_of = <uint64_t*>allocate((<size_t>self.n + 257) * sizeof(uint64_t))
+            count_of = <uint64_t*>allocate((<size_t>self.n + 257) * sizeof(uint64_t))
+            row = <int64_t*>allocate(self.n * sizeof(int64_t))
+            memset(meaning, 0, self.n + 257)
+            memset(bytes_of, 0, (<size_t>self.n + 257) * sizeof(uint64_t))
+            memset(count_of, 0, (<size_t>self.n + 257) * sizeof(uint64_t))
+            for number, value in meanings.items():
+                if not -257 <= number < self.n:
+                    raise ValueError(f"{number} is no type key of this graph")
+                meaning[<int64_t>number + 257] = value
+            with nogil:
+                i = 0
+                while i < self.n:
+                    key = self.type_key(i) + 257
+                    if meaning[key] == 2 and i:
+                        row[i] = row[self.nodes[i].parent]
+                    else:
+                        row[i] = key
+                        count_of[key] += 1
+                    bytes_of[row[i]] += self.subtree_size(i)
+                    if i:
+                        bytes_of[row[self.nodes[i].parent]] -= self.subtree_size(i)
+                    i += self.nodes[i].count if meaning[key] == 1 else 1
+            for j in range(self.n + 257):
+                if count_of[j]:
+                    totals[<int64_t>j - 257] = (count_of[j], bytes_of[j])
+            return totals
+        finally:
+            PyMem_RawFree(meaning)
+            PyMem_RawFree(bytes_of)
+            PyMem_RawFree(count_of)
+            PyMem_RawFree(row)
+
+
+cdef void* allocate(size_t size) except NULL:
+    cdef void* memory = PyMem_RawMalloc(size)
+    if memory == NULL:
+        raise MemoryError()
+    return memory
+
+
+cdef inline object signed(uint32_t index):
+    return -1 if index == NO_INDEX else index
+
+
+cdef inline bint names_no_node(const Node* node, uint32_t n) noexcept nogil:
+    """Whether `arg` should be the index of a node and is not."""
+    return (is_call(node.op) or node.flags & FLAG_ALIAS) and node.arg != NO_INDEX and node.arg >= n
+
+
+cdef inline uint32_t next_after(const Node* nodes, uint32_t i) noexcept nogil:
+    """Where, in preorder, the sibling before node i says that i begins (i itself if the tables are sound)."""
+    cdef uint32_t before = i - 1
+    while nodes[before].parent != nodes[i].parent and nodes[before].parent != NO_INDEX:
+        before = nodes[before].parent
+    return before + nodes[before].count if nodes[before].parent == nodes[i].parent else NO_INDEX
+
+
+cdef uint64_t atom_size(const uint8_t* p, const uint8_t* limit) noexcept nogil:
+    """Bytes of the opcode at p with its argument; 0 if it does not end before `limit` or is none."""
+    cdef OpInfo* info = &OPS[p[0]]
+    cdef uint64_t size = info.header
+    cdef const uint8_t* line
+    if size > <uint64_t>(limit - p):
+        return 0
+    if info.kind == ARG_FIXED:
+        return size
+    if info.kind == ARG_COUNT1:
+        return size + p[1]
+    if info.kind == ARG_COUNT4:
+        return size + (p[1] | (<uint32_t>p[2] << 8) | (<uint32_t>p[3] << 16) | (<uint32_t>p[4] << 24))
+    if info.kind == ARG_LINE:
+        line = <const uint8_t*>memchr(p, 10, limit - p)
+        return <uint64_t>(line + 1 - p) if line != NULL else 0
+    return 0
+
+
+cdef inline bint is_push(uint8_t op) noexcept nogil:
+    """Opcodes that push an atom or a memo reference."""
+    return (op == OP_BININT or op == OP_BININT1 or op == OP_BININT2 or op == OP_INT or op == OP_LONG or op == OP_LONG1
+            or op == OP_NONE or op == OP_NEWTRUE or op == OP_NEWFALSE or op == OP_FLOAT or op == OP_BINFLOAT
+            or op == OP_EMPTY_TUPLE or op == OP_GET or op == OP_BINGET or op == OP_LONG_BINGET or op == OP_DUP)
+
+
+# ---- dominators -----------------------------------------------------------------------------------------------------
+
+cdef uint32_t evaluate(uint32_t v, uint32_t linked, uint32_t* ancestor, uint32_t* label, const uint32_t* semi) noexcept nogil:
+    """The node with the smallest semidominator on the path from v up to, but without, the root of its tree in the forest.
+
+    The forest holds the nodes above `linked` (in number), each linked to its parent. Compresses the path: first up,
+    turning the pointers round, then down again.
+    """
+    cdef uint32_t x = v
+    cdef uint32_t below = NO_INDEX
+    cdef uint32_t above, root, best
+    if ancestor[v] <= linked:
+        return label[v]
+    while ancestor[x] > linked:
+        above = ancestor[x]
+        ancestor[x] = below
+        below = x
+        x = above
+    root = ancestor[x]
+    best = label[x]
+    while below != NO_INDEX:
+        x = below
+        below = ancestor[x]
+        ancestor[x] = root
+        if semi[best] < semi[label[x]]:
+            label[x] = best
+        else:
+            best = label[x]
+    return label[v]
+
+
+cdef void find_dominators(const Node* nodes, const Ref* refs, uint32_t ref_count, uint32_t n, uint32_t* idom,
+                          uint32_t* semi, uint32_t* label, uint32_t* ancestor) noexcept nogil:
+    """Immediate dominators, after Lengauer and Tarjan (TOPLAS 1, 1979), in O(m log n) whatever the graph.
+
+    A node that nothing but its parent refers to has its parent as semidominator and as dominator: only the others are
+    evaluated. `idom` serves as the buckets in the meantime: before v is processed, idom[v] is the head of v's bucket;
+    while v is in a bucket, it is the next node in there.
+    """
+    cdef uint32_t v, u, best, parent, w, following
+    cdef uint32_t r = ref_count  # the references to v end before this one
+    memset(idom, 0xFF, n * sizeof(uint32_t))  # NO_INDEX
+    for v in range(n - 1, 0, -1):
+        parent = nodes[v].parent
+        label[v] = v
+        ancestor[v] = parent
+        if r == 0 or refs[r - 1].target != v:
+            semi[v] = parent
+            idom[v] = parent
+        else:
+            best = parent
+            while r > 0 and refs[r - 1].target == v:
+                r -= 1
+                if best == 0:
+                    continue  # cannot be beaten
+                u = refs[r].source
+                if u > v:
+                    u = semi[evaluate(u, v, ancestor, label, semi)]
+                if u < best:
+                    best = u
+            semi[v] = best
+            idom[v] = idom[best]
+            idom[best] = v
+        # v is linked from here on (evaluate with linked < v sees it); the bucket of its parent can be resolved
+        w = idom[parent]
+        idom[parent] = NO_INDEX
+        while w != NO_INDEX:
+            following = idom[w]
+            u = evaluate(w, parent, ancestor, label, semi)
+            idom[w] = u if semi[u] < semi[w] else parent
+            w = following
+    for v in range(1, n):
+        if idom[v] != semi[v]:
+            idom[v] = idom[idom[v]]
+    idom[0] = NO_INDEX

@@ -1,0 +1,70 @@
+"""The process in which one case of ../shared/cases is looked at: ``python tests/case_process.py TASK CASE [MODULE]``.
+
+The case's file runs as ``__main__``, so that what it defines is pickled by value. Prints one JSON object. ``bytes``:
+whether MODULE dumps the same bytes as cloudpickle, or raises alike. ``culprit``: the path and retained size of the
+biggest capture that ``fastcap.analyze`` finds, and all other paths.
+"""
+
+import hashlib
+import importlib
+import json
+import os
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+
+def load_case(path: str) -> types.ModuleType:
+    case = types.ModuleType("__main__")
+    case.__file__ = path
+    sys.modules["__main__"] = case
+    with open(path, encoding="utf-8") as file:
+        exec(compile(file.read(), path, "exec"), case.__dict__)
+    return case
+
+
+def outcome(dumps: Callable[[Any], bytes], obj: Any) -> dict[str, Any]:
+    """What a dump leads to, in a form that can be compared."""
+    try:
+        stream = dumps(obj)
+    except Exception as error:
+        return {"error": type(error).__name__, "message": str(error)[:300]}
+    return {"size": len(stream), "hash": hashlib.sha256(stream).hexdigest()}
+
+
+def compare_bytes(obj: Any, module: str) -> dict[str, Any]:
+    """The module's dump between those of cloudpickle: the first one may leave traces on classes."""
+    import cloudpickle
+
+    dumps = importlib.import_module(module).dumps
+    first = outcome(cloudpickle.dumps, obj)
+    ours = outcome(dumps, obj)
+    return {"cloudpickle": [first, outcome(cloudpickle.dumps, obj), outcome(cloudpickle.dumps, obj)], "ours": ours}
+
+
+def find_culprit(obj: Any) -> dict[str, Any]:
+    import fastcap
+
+    report = fastcap.analyze(obj)
+    captures = [{"path": capture.path, "retained_size": capture.retained_size} for capture in report.captures[:10]]
+    return {"captures": captures, "payload_size": report.payload_size}
+
+
+def main() -> None:
+    task, path, *rest = sys.argv[1:]
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a case prints must not get into the answer
+    case = load_case(path)
+    try:
+        made = case.make()
+    except ImportError as error:
+        answer = {"skip": str(error)}
+    else:
+        answer = compare_bytes(made, *rest) if task == "bytes" else find_culprit(made)
+    print(json.dumps(answer), file=answers, flush=True)
+    os._exit(0)  # what a case started, threads and servers, does not keep the process
+
+
+if __name__ == "__main__":
+    main()

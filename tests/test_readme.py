@@ -1,0 +1,142 @@
+"""Everything that the README shows is run here, and must give what the README says."""
+
+import ast
+import doctest
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fastcap
+from fastcap import explain, paths, report
+from fastcap.cli import analyze
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+FENCE = re.compile(r"(?:<!-- begins the output of: (.+?) -->\n)?```(\w*)\n(.*?)```", re.DOTALL)
+BLOCKS = [match.groups() for match in FENCE.finditer(README)]
+
+
+@pytest.fixture
+def shell(tmp_path):
+    """Runs a command line in a copy of the examples, with `fastcap` the one under test."""
+    program = tmp_path / "bin" / "fastcap"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m fastcap "$@"\n')
+    program.chmod(0o755)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    package = str(Path(fastcap.__file__).parent.parent)
+    environment = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "FORCE_COLOR", "DATA_MIB")}
+    environment["PATH"] = os.pathsep.join([str(program.parent), os.environ["PATH"]])
+    environment["PYTHONPATH"] = os.pathsep.join([package, os.environ.get("PYTHONPATH", "")])
+
+    def run(commands):
+        result = subprocess.run(
+            ["bash", "-c", commands], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        return result.stdout.decode()
+
+    return run
+
+
+def without_small_numbers(text):
+    """Byte and node counts depend on the version of Python and on where the script lies; sizes in MiB do not."""
+    text = re.sub(r"\d[\d,]*(?= B\b| nodes?\b| more\b)", "#", text)
+    text = re.sub(r"(?<= function )\d+$", "#", text, flags=re.MULTILINE)  # folded stacks
+    return [" ".join(line.split()) for line in text.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"), [(command, text) for command, _, text in BLOCKS if command], ids=lambda value: value[:20]
+)
+def test_picture(shell, command, shown):
+    printed = without_small_numbers(shell(f"{command} 2>/dev/null"))
+    expected = without_small_numbers(shown)
+    assert printed[: len(expected)] == expected
+    assert len(expected) > 8
+
+
+@pytest.mark.parametrize("block", [text for _, language, text in BLOCKS if language == "console"])
+def test_console(shell, block):
+    commands, expected = [], []
+    for line in block.splitlines():
+        if line.startswith("$ "):
+            commands.append(line[2:])
+            expected.append("")
+        else:
+            expected[-1] += line + "\n"
+    mark = "---- next command ----"
+    script = "".join(f"{command}\n{{ code=$?; echo '{mark}'; (exit $code); }}\n" for command in commands)
+    printed = shell(script).split(f"{mark}\n")[:-1]
+    assert len(printed) == len(commands) >= 4
+    for command, found, text in zip(commands, printed, expected):
+        assert without_small_numbers(found) == without_small_numbers(text), command
+
+
+def test_python(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = "\n".join(text for _, language, text in BLOCKS if language == "python")
+    test = doctest.DocTestParser().get_doctest(text, {}, "README.md", "README.md", 0)
+    assert len(test.examples) >= 10
+    output = []
+    doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test, out=output.append)
+    assert not output, "".join(output)
+
+
+def test_no_block_is_left_out():
+    assert {language for command, language, _ in BLOCKS if not command} == {"sh", "console", "python"}
+    makefile = (ROOT / "Makefile").read_text()
+    shell_blocks = [text for _, language, text in BLOCKS if language == "sh"]
+    targets = re.findall(r"^make (\w+)", "".join(shell_blocks), re.MULTILINE)
+    assert targets == ["demo", "test"]
+    assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets)
+
+
+def table(heading):
+    """First cells of the table whose header row begins with ``heading``."""
+    lines = README[README.index(f"| {heading} |") :].split("\n\n")[0].splitlines()[2:]
+    return [re.split(r"(?<!\\)\|", line)[1].replace("\\|", "|").strip() for line in lines]
+
+
+def test_every_option_is_listed():
+    listed = set(re.findall(r"--[\w-]+|(?<=`)-\w", " ".join(table("option"))))
+    options = {name for option in analyze.params for name in option.opts if option.param_type_name == "option"}
+    assert listed <= options
+    for option in analyze.params:
+        assert option.param_type_name == "argument" or listed & set(option.opts), option.name
+
+
+def test_every_field_is_listed():
+    listed = set(re.findall(r"`(\w+)`", " ".join(table("field"))))
+    assert listed == set(report.Report.from_dict(empty_report()).to_dict())
+    body = README[README.index("| field |") : README.index("## Paths")]
+    for row in (report.Capture, report.NodeRow, report.TypeRow, report.Limit, report.Finding):
+        for name in row.__dataclass_fields__:
+            assert f"`{name}`" in body, f"{row.__name__}.{name}"
+
+
+def empty_report():
+    numbers = ("payload_size", "stream_size", "buffer_size", "overhead", "protocol", "node_count", "pickle_count")
+    lists = ("captures", "nodes", "types", "limits", "findings", "notes")
+    texts = dict.fromkeys(("target", "type", "what"), "")
+    return {"format": 1, **texts, **dict.fromkeys(numbers, 0), **{name: [] for name in lists}}
+
+
+def test_every_step_of_the_table_is_a_path():
+    steps = [step for cell in table("step") for step in re.findall(r"`(.+?)`", cell)]
+    assert len(steps) >= 12
+    for step in steps:
+        assert str(paths.parse(f"root{step}")) == f"root{step}"
+
+
+def test_step_words_are_those_of_the_labels():
+    """No word in the table that no label uses."""
+    words = {word for cell in table("step") for word in re.findall(r"`<(\w+)", cell)}
+    source = ast.parse(Path(explain.__file__).read_text())
+    strings = {
+        node.value for node in ast.walk(source) if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    assert words - strings <= {"more"}

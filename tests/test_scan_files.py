@@ -1,0 +1,262 @@
+"""Reading pickles from paths, bytes and file objects, compressed or not."""
+
+import bz2
+import gzip
+import io
+import lzma
+import os
+import pickle
+import sys
+import zipfile
+import zlib
+
+import numpy as np
+import pytest
+
+from fastcap.analysis import scan
+from fastcap.errors import PayloadError
+from fastcap.opening import BLOCK, MissingLibrary, scan_source
+
+OBJECT = {"rows": [{"id": i, "name": f"user {i}"} for i in range(2000)], "blob": bytes(3 * BLOCK), "tail": [1, 2, 3]}
+DATA = pickle.dumps(OBJECT, protocol=5)
+
+
+def facts(report):
+    return report.payload_size, report.node_count, report.nodes
+
+
+EXPECTED = facts(scan(DATA))
+
+
+class Pipe:
+    """A file object that can only read, and gives less than asked for."""
+
+    def __init__(self, data, most=10_007):
+        self.inner, self.most = io.BytesIO(data), most
+
+    def read(self, size=-1):
+        return self.inner.read(min(size, self.most) if size >= 0 else self.most)
+
+
+class Counting(io.BytesIO):
+    """Counts the bytes that are really read."""
+
+    taken = 0
+
+    def read(self, size=-1):
+        block = super().read(size)
+        self.taken += len(block)
+        return block
+
+
+def lz4(data):
+    return pytest.importorskip("lz4.frame", reason="lz4 is not installed").compress(data)
+
+
+def zstd(data):
+    return pytest.importorskip("zstandard", reason="zstandard is not installed").ZstdCompressor().compress(data)
+
+
+COMPRESSORS = {
+    "gzip": gzip.compress,
+    "bz2": bz2.compress,
+    "xz": lzma.compress,
+    "lzma": lambda data: lzma.compress(data, lzma.FORMAT_ALONE),
+    "zlib": zlib.compress,
+    "lz4": lz4,
+    "zstd": zstd,
+}
+
+
+@pytest.mark.parametrize("make", [bytes, bytearray, memoryview, io.BytesIO, Pipe, lambda data: Pipe(data, 1 << 30)])
+def test_every_kind_of_source(make):
+    assert facts(scan(make(DATA))) == EXPECTED
+
+
+@pytest.mark.parametrize("as_path", [str, os.fspath, lambda path: path])
+def test_paths(tmp_path, as_path):
+    (tmp_path / "x.pkl").write_bytes(DATA)
+    assert facts(scan(as_path(tmp_path / "x.pkl"))) == EXPECTED
+
+
+def test_array_of_other_items_as_source():
+    padded = DATA + b"\0" * (-len(DATA) % 8)
+    assert scan(np.frombuffer(padded, dtype="i8")).node_count >= EXPECTED[1]
+
+
+def test_from_where_the_file_stands():
+    file = io.BytesIO(b"header" + DATA)
+    file.seek(6)
+    assert facts(scan(file)) == EXPECTED
+
+
+def test_a_text_file_is_refused(tmp_path):
+    (tmp_path / "x.pkl").write_text("(lp0\n.")
+    with open(tmp_path / "x.pkl") as file, pytest.raises(TypeError, match="binary"):
+        scan(file)
+
+
+def test_non_blocking_file_without_data():
+    class Dry:
+        def read(self, size=-1):
+            return None
+
+    with pytest.raises(BlockingIOError):
+        scan(Dry())
+
+
+def test_payload_is_skipped_not_read():
+    file = Counting(pickle.dumps([bytes(64 * BLOCK), "end"], protocol=4))
+    assert scan(file).payload_size > 64 * BLOCK
+    assert file.taken < 3 * BLOCK
+
+
+@pytest.mark.parametrize("make", [bytes, io.BytesIO, Pipe])
+@pytest.mark.parametrize("size", [0, 1, 10, 1000, len(DATA) // 2, len(DATA) - 10, len(DATA) - 1])
+def test_truncated(make, size):
+    with pytest.raises(PayloadError) as caught:
+        scan(make(DATA[:size]))
+    assert 0 <= caught.value.offset <= size
+
+
+def test_a_claim_that_the_file_cannot_hold(tmp_path):
+    path = tmp_path / "claim.pkl"
+    path.write_bytes(b"\x80\x04\x8e" + (1 << 60).to_bytes(8, "little") + b"x" * 5000)
+    for source in (path, path.read_bytes(), Pipe(path.read_bytes())):
+        with pytest.raises(PayloadError):
+            scan(source)
+
+
+@pytest.mark.parametrize("codec", COMPRESSORS)
+@pytest.mark.parametrize("make", [bytes, io.BytesIO, Pipe])
+def test_compressed(codec, make):
+    report = scan(make(COMPRESSORS[codec](DATA)))
+    assert facts(report) == EXPECTED
+    assert report.notes == (f"decompressed with {codec}",)
+
+
+@pytest.mark.parametrize("codec", ["gzip", "bz2", "xz", "zstd"])
+def test_members_one_after_the_other(codec):
+    compress = COMPRESSORS[codec]
+    assert facts(scan(compress(DATA[:5000]) + compress(DATA[5000:]))) == EXPECTED
+
+
+@pytest.mark.parametrize("codec", COMPRESSORS)
+def test_damaged(codec):
+    data = bytearray(COMPRESSORS[codec](DATA))
+    with pytest.raises(PayloadError):
+        scan(bytes(data[: len(data) // 2]))
+    data[len(data) // 2 :] = os.urandom(len(data) // 2)
+    with pytest.raises(PayloadError):
+        scan(bytes(data))
+
+
+@pytest.mark.parametrize(("codec", "module"), [("lz4", "lz4.frame"), ("zstd", "zstandard")])
+def test_missing_library_is_named(monkeypatch, codec, module):
+    data = COMPRESSORS[codec](DATA)
+    monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setitem(sys.modules, "compression.zstd", None)
+    with pytest.raises(MissingLibrary, match=r"fastcap\[compression\]"):
+        scan(data)
+
+
+@pytest.mark.parametrize("opcodes", [b"]", b"(", b"N", b"]\x94", b"]2"])
+def test_bombs_are_refused_early(opcodes):
+    bomb = gzip.compress(b"\x80\x04" + opcodes * (80_000_000 // len(opcodes)), 1)
+    with pytest.raises(PayloadError, match="bomb") as caught:
+        scan(bomb)
+    assert caught.value.offset < 40_000_000
+
+
+def test_a_big_blob_that_compresses_well_is_no_bomb():
+    report = scan(gzip.compress(pickle.dumps([bytes(200 << 20)], protocol=4), 1))
+    assert report.payload_size > 200 << 20
+
+
+@pytest.mark.parametrize("make", [bytes, io.BytesIO, Pipe])
+def test_several_pickles(make):
+    data = DATA + pickle.dumps("second") + pickle.dumps([3])
+    report = scan(make(data))
+    assert (report.pickle_count, report.payload_size, report.type) == (3, len(data), "file")
+    assert report.find("obj<pickle 1>").type == "str"
+    assert report.find("obj<pickle 0>['blob']").type == "bytes"
+
+
+@pytest.mark.parametrize("make", [bytes, io.BytesIO])
+def test_pickles_that_share_a_memo(make):
+    file = io.BytesIO()
+    pickler = pickle.Pickler(file, 2)  # from protocol 4 on, MEMOIZE does not say which entry it makes
+    shared = ["shared", "list"]
+    pickler.dump([shared])
+    pickler.dump({"again": shared})
+    report = scan(make(file.getvalue()))
+    assert report.pickle_count == 2
+    assert report.find("obj<pickle 0>[0]").shared_by == ("obj<pickle 1>['again']",)
+    assert any("share one memo" in note for note in report.notes)
+
+
+def test_bytes_behind_the_last_pickle_are_counted_and_reported():
+    report = scan(pickle.dumps([1]) + b"\xff" * 1000)
+    assert report.payload_size == len(pickle.dumps([1])) + 1000
+    assert any("no pickle" in note for note in report.notes)
+    assert sum(row.self_size for row in report.nodes) + report.overhead == report.payload_size
+
+
+def test_progress_ends_at_the_end():
+    seen = []
+    scan(io.BytesIO(DATA), progress=lambda done, total: seen.append((done, total)))
+    assert seen[-1] == (len(DATA), len(DATA))
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    seen.clear()
+    scan(Pipe(DATA), progress=lambda done, total: seen.append((done, total)))
+    assert seen[-1] == (len(DATA), None)
+
+
+def test_buffers_by_size_or_by_value():
+    buffers = []
+    stream = pickle.dumps([np.arange(1000), np.ones(50)], protocol=5, buffer_callback=buffers.append)
+    by_value = scan(stream, buffers=[buffer.raw() for buffer in buffers])
+    by_size = scan(stream, buffers=[8000, 400])
+    assert facts(by_value) == facts(by_size)
+    assert by_value.buffer_size == 8400
+    assert by_value.find("obj[0]").what == "ndarray int64 (1000,)"
+    with pytest.raises(ValueError, match="buffers"):
+        scan(stream, buffers=[8000, 400, 1])
+
+
+def test_torch_file(tmp_path):
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    torch.save({"weights": torch.zeros(300, 40), "step": 3}, tmp_path / "model.pt")
+    for source in (tmp_path / "model.pt", io.BytesIO((tmp_path / "model.pt").read_bytes())):
+        report = scan(source)
+        assert report.find("obj['weights']").what == "tensor float32 (300, 40)"
+        assert any("1 tensor storages of 48,000 bytes" in note for note in report.notes)
+
+
+def test_torch_legacy_file(tmp_path):
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    torch.save({"weights": torch.zeros(300, 40)}, tmp_path / "m.pt", _use_new_zipfile_serialization=False)
+    report = scan(tmp_path / "m.pt")
+    assert report.payload_size == (tmp_path / "m.pt").stat().st_size
+    assert "tensor" in {row.type for row in report.types}
+
+
+def test_other_zip_files(tmp_path):
+    with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
+        archive.writestr("readme.txt", "nothing to see")
+    with pytest.raises(PayloadError, match=r"no data\.pkl"):
+        scan(tmp_path / "x.zip")
+    with pytest.raises(PayloadError, match="seek"):
+        scan(Pipe((tmp_path / "x.zip").read_bytes()))
+    with pytest.raises(PayloadError, match="damaged"):
+        scan(b"PK\x03\x04" + bytes(100))
+
+
+def test_missing_file(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        scan(tmp_path / "nothing.pkl")
+
+
+def test_tables_come_with_the_notes():
+    tables, notes = scan_source(DATA)
+    assert (tables.stream_size, notes) == (len(DATA), ())
