@@ -92,9 +92,11 @@ cdef extern from *:
     static inline void fastcap_pack_double(PyObject *obj, char *out) {
         double x = PyFloat_AS_DOUBLE(obj);
         unsigned long long bits;
+        unsigned char big[8];
         int i;
         memcpy(&bits, &x, 8);   /* IEEE 754 assumed, as CPython 3.11+ does */
-        for (i = 0; i < 8; i++) out[i] = (char)(bits >> (56 - 8 * i));
+        for (i = 0; i < 8; i++) big[i] = (unsigned char)(bits >> (56 - 8 * i));     /* compilers make it one swap */
+        memcpy(out, big, 8);
     }
     """
     int fastcap_lookup_attr(PyObject*, PyObject*, PyObject**) except -1
@@ -884,8 +886,25 @@ cdef int run(Pickler self) except -1:
                 return 0
 
 
-cdef Frame* push(Pickler self, int kind, PyObject* obj) except NULL:
+cdef inline Frame* push(Pickler self, int kind, PyObject* obj) except NULL:
     """A new uppermost frame that works on `obj` (may be NULL), of which it takes a reference of its own."""
+    cdef Py_ssize_t chunk = self.depth // CHUNK_FRAMES
+    cdef Frame* f
+    if chunk == self.chunk_count or self.fast_ or kind >= K_REDUCE:
+        return push_checked(self, kind, obj)
+    f = &self.chunks[chunk][self.depth % CHUNK_FRAMES]
+    memset(f, 0, sizeof(Frame))
+    f.kind = kind
+    f.obj = obj
+    if obj != NULL:
+        incref(obj)
+    self.depth += 1
+    self.top = f
+    return f
+
+
+cdef Frame* push_checked(Pickler self, int kind, PyObject* obj) except NULL:
+    """push where there is more to do: room for frames, the depth of reduce values, cycles in fast mode."""
     cdef Py_ssize_t chunk = self.depth // CHUNK_FRAMES
     cdef Frame** chunks
     cdef Frame* f
@@ -899,15 +918,9 @@ cdef Frame* push(Pickler self, int kind, PyObject* obj) except NULL:
             raise MemoryError
         self.chunk_count = chunk + 1
     f = &self.chunks[chunk][self.depth % CHUNK_FRAMES]
+    memset(f, 0, sizeof(Frame))
     f.kind = kind
-    f.step = 0
-    f.batch = 0
-    f.flags = 0
-    f.pos = 0
-    f.size = 0
     f.obj = obj
-    f.a = NULL
-    f.b = NULL
     if kind == K_REDUCE or kind == K_PERSID:
         if self.reduce_depth >= MAX_REDUCE_DEPTH:
             raise RecursionError("maximum recursion depth exceeded while pickling an object")
@@ -1217,9 +1230,18 @@ cdef object first_of(tuple entry):
     return entry[0]
 
 
-cdef int put_get(Pickler self, Py_ssize_t position) except -1:
+cdef inline int put_get(Pickler self, Py_ssize_t position) except -1:
     """memo_get: fetch a memoized object."""
-    cdef Py_ssize_t index = memo_label(&self.memo_table, position)
+    cdef char* p = self.out.next
+    if position < 256 and self.bin_ and self.memo_table.labels == NULL:
+        p[0] = <char>OP_BINGET
+        p[1] = <char>position
+        self.out.next = p + 2
+        return 0
+    return put_long_get(self, memo_label(&self.memo_table, position))
+
+
+cdef int put_long_get(Pickler self, Py_ssize_t index) except -1:
     cdef char* p = self.out.next
     if not self.bin_:
         return put_text(self, OP_GET, index)
@@ -1311,6 +1333,68 @@ cdef inline int save(Pickler self, PyObject* obj, int own) except -1:
     if self.out.next >= self.out.limit or self.has_pers:
         return save_carefully(self, obj, own)
     return save_object(self, obj, own)
+
+
+cdef inline int save_leaf(Pickler self, PyObject* obj, int own) except -1:
+    """Save an object of the simplest kinds; 0 (and nothing written) for all others. No user code can run in here.
+
+    What loops over items asks this first: most of them are leaves, and need neither a reference nor a frame.
+    """
+    cdef PyTypeObject* t = type_of(obj)
+    cdef long value
+    if self.out.next >= self.out.limit or self.has_pers or self.proto < 4:
+        return 0
+    if t == &PyUnicode_Type:
+        return save_leaf_text(self, obj, own)
+    if t == &PyLong_Type:
+        if not fastcap_small_int(obj, &value):
+            return 0
+        put_int(self, value)
+        return 1
+    if obj == Py_None:
+        put(self, OP_NONE)
+        return 1
+    if t == &PyFloat_Type:
+        put(self, OP_BINFLOAT)
+        fastcap_pack_double(obj, self.out.next)
+        self.out.next += 8
+        return 1
+    if t == &PyBool_Type:
+        put(self, OP_NEWTRUE if obj == Py_True else OP_NEWFALSE)
+        return 1
+    return 0
+
+
+cdef int save_leaf_text(Pickler self, PyObject* obj, int own) except -1:
+    """A string that is in the memo, or else is short and ASCII."""
+    cdef size_t slot = 0
+    cdef Py_ssize_t size
+    cdef Py_ssize_t position
+    cdef char* p
+    cdef bint single = alone(self, obj, own)
+    if not single:
+        position = memo_find(&self.memo_table, obj, &slot)
+        if position >= 0:
+            put_get(self, position)
+            return 1
+        if self.thrifty and self.opaque:
+            return 0
+    if not PyUnicode_IS_ASCII(obj):
+        return 0
+    size = PyUnicode_GET_LENGTH(obj)
+    if size > 255:
+        return 0
+    if self.out.end - self.out.next < size + BUFFER_SLACK:
+        grow(self, size)
+    p = self.out.next
+    p[0] = <char>OP_SHORT_BINUNICODE
+    p[1] = <char>size
+    self.out.next = put_bytes(p + 2, <const char*>PyUnicode_DATA(obj), size)
+    if single:
+        leave_out(self, obj)
+    else:
+        memoize_at(self, obj, slot)
+    return 1
 
 
 cdef int save_carefully(Pickler self, PyObject* obj, int own) except -1:
@@ -1442,10 +1526,15 @@ cdef int save_bool(Pickler self, PyObject* obj) except -1:
 
 cdef inline int save_long(Pickler self, PyObject* obj) except -1:
     cdef long value
-    cdef char* p
     if not self.bin_ or not fastcap_small_int(obj, &value):
         return save_big_long(self, obj)
-    p = self.out.next
+    put_int(self, value)
+    return 0
+
+
+cdef inline void put_int(Pickler self, long value) noexcept:
+    """An int of 32 bits with the shortest binary opcode."""
+    cdef char* p = self.out.next
     if value & ~0xffff:
         p[0] = <char>OP_BININT
         self.out.next = put_u32(p + 1, <unsigned int>value)
@@ -1456,7 +1545,6 @@ cdef inline int save_long(Pickler self, PyObject* obj) except -1:
         p[0] = <char>OP_BININT1
         p[1] = <char>value
         self.out.next = p + 2
-    return 0
 
 
 cdef int save_big_long(Pickler self, PyObject* obj) except -1:
@@ -1810,7 +1898,7 @@ cdef int step_tuple(Pickler self, Frame* f) except -1:
     cdef size_t slot
     while f.pos < size:
         f.pos += 1
-        if save(self, tuple_item(obj, f.pos - 1), 0):
+        if not save_leaf(self, tuple_item(obj, f.pos - 1), 0) and save(self, tuple_item(obj, f.pos - 1), 0):
             return 1
     if f.flags & F_ALONE and refcount(obj) <= 2:
         put(self, OP_TUPLE if size > 3 or self.proto < 2 else OP_TUPLE1 - 1 + size)
@@ -1893,7 +1981,7 @@ cdef int step_list(Pickler self, Frame* f) except -1:
         else:
             if f.pos >= list_size(obj):
                 break
-            if save(self, list_item(obj, f.pos), 0):
+            if not save_leaf(self, list_item(obj, f.pos), 0) and save(self, list_item(obj, f.pos), 0):
                 f.step = 1
                 return 1
         f.pos += 1
@@ -1957,23 +2045,32 @@ cdef int step_dict(Pickler self, Frame* f) except -1:
         if f.step == 0:
             if not PyDict_Next(obj, &f.pos, &key, &value):
                 break
-            incref(key)
-            incref(value)
-            f.a = value
-            f.b = key
-            f.step = 1
-            if save(self, key, 1):
-                return 1
+            if save_leaf(self, key, 0):
+                if save_leaf(self, value, 0):
+                    f.step = 3
+                else:
+                    f.step = 1
+            if f.step != 3:
+                # User code may run: key and value must survive that.
+                incref(key)
+                incref(value)
+                f.a = value
+                f.b = key
+                if f.step == 0:
+                    f.step = 1
+                    if save(self, key, 1):
+                        return 1
         if f.step == 1:
             f.step = 2
             if save(self, f.a, 1):
                 return 1
+        if f.step == 2:
+            key = f.b
+            value = f.a
+            f.a = f.b = NULL
+            decref(key)
+            decref(value)
         f.step = 0
-        key = f.b
-        value = f.a
-        f.a = f.b = NULL
-        decref(key)
-        decref(value)
         if f.flags & F_SINGLE:
             put(self, OP_SETITEM)
             if f.flags & F_BUILD:
