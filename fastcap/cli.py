@@ -229,8 +229,7 @@ def _read_report(file: IO[bytes], target: Target) -> Report:
 
 
 _KINDS = (
-    (b"PK\x03\x04", "a zip archive, as torch.save and numpy.savez write: analyze the pickle inside, such as data.pkl"),
-    (b"\x93NUMPY", "a numpy .npy file, which is one array and no pickle"),
+    (b"\x93NUMPY", "a numpy .npy file"),
     (b"PAR1", "a Parquet file"),
     (b"\x89HDF", "an HDF5 file"),
     (b"SQLite", "an SQLite database"),

@@ -81,7 +81,8 @@ def imported(target: Target) -> Iterator[Any]:
 
     A script is run as ``python script.py`` would run it, with its directory first on ``sys.path``, except for the
     parts that ask for ``__name__ == "__main__"``. Afterwards it takes the place of ``__main__``: its functions and
-    classes belong to ``__main__``, so that a pickler treats them as in a job that runs the script: by value.
+    classes belong to ``__main__``, so that a pickler treats them as in a job that runs the script: by value. (What
+    keeps ``__name__`` itself, such as a logger, keeps `RUN_NAME`.)
     Raises `TargetError` if the import fails or the name is missing.
     """
     kept = {name: sys.modules.get(name) for name in ("__main__", RUN_NAME)}

@@ -290,3 +290,19 @@ def test_glyphs_are_all_that_is_not_ascii():
 def test_renderers_import_rich_only_for_text():
     code = "import sys, fastcap.render.folded, fastcap.render.text; print('rich' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+@pytest.mark.parametrize(
+    ("type_name", "what", "shown"),
+    [
+        ("numpy.ndarray", "ndarray float64 (3,)", "ndarray float64 (3,)"),
+        ("raw bytes", "bytes that are no opcodes", "bytes that are no opcodes"),
+        ("dict", "", "dict"),
+        ("", "", ""),
+        ("", "something", "something"),
+        ("Trainer", "of 3", "Trainer of 3"),
+    ],
+)
+def test_type_and_description_make_one_phrase(type_name, what, shown):
+    text = render_text(saved_report(lambda data: data.update(type=type_name, what=what)), width=80)
+    assert text.splitlines()[0] == f"train_func  {shown}".strip()

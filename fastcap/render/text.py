@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -269,8 +270,8 @@ class _Page:
 
     def describe(self, type_name: str, what: str) -> str:
         """One phrase from a type and its description, which mostly begins with the type's name."""
-        short = type_name.rpartition(".")[2]
-        phrase = what if short in what else f"{type_name} {what}"
+        word = re.split(r"[. ]", type_name)[-1]
+        phrase = what if word in what and what else f"{type_name} {what}"
         return self.clean(self.relative(phrase.strip()), 200)
 
     def holders(self, paths: Sequence[str]) -> str:
