@@ -12,7 +12,6 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
-from dataclasses import fields, replace
 from typing import IO, TYPE_CHECKING, Any
 
 import click
@@ -20,7 +19,7 @@ import click
 import fastcap
 from fastcap.errors import FastcapError, PayloadError
 from fastcap.render import clean
-from fastcap.report import Limit, Report, ViewOptions, format_size, parse_size
+from fastcap.report import Report, ViewOptions, format_size, parse_size, read_report
 from fastcap.targets import Target, TargetError, UserCodeError, imported, locate_error, parse_target
 
 if TYPE_CHECKING:
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
 
 FINE, OVER_BUDGET, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
-_MAX_REPORT_SIZE = 256 * 1024**2  # bytes of JSON that are read back as a report
 _PIPE_WIDTH = 100  # columns where there is no terminal to ask
 _PROGRESS_DELAY = 1.0  # seconds
 _BUDGET = "--max-size"
@@ -128,7 +126,7 @@ def analyze(
             view = [f"--{name.replace('_', '-')}" for name in ("depth", "top", "sort", "min_size") if name in given]
             report = _read_payload(target, options, view, progress=not no_progress)
         if max_size is not None:
-            report = _with_budget(report, max_size)
+            report = report.with_budget(_BUDGET, max_size, "the command line")
         _write(_render(report, form, output, sort or "retained"), output)
         if max_size is None or report.payload_size <= max_size:
             return FINE
@@ -181,7 +179,7 @@ def _analyze_object(target: Target, options: ViewOptions, flavor: str, protocol:
     note = f"imported {target.where}"
     if target.kind == "script":
         note += ' as __main__, without what is under `if __name__ == "__main__":`'
-    return _changed(report, target=target.name, notes=(*report.notes, note), make_details=lambda: details)
+    return report.changed(target=target.name, notes=(*report.notes, note), make_details=lambda: details)
 
 
 def _read_payload(target: Target, options: ViewOptions, view_options: Sequence[str], *, progress: bool) -> Report:
@@ -195,14 +193,17 @@ def _read_payload(target: Target, options: ViewOptions, view_options: Sequence[s
                 raise TargetError(
                     f"{target} is a saved report: {view_options[0]} needs the pickle that it was made from"
                 )
-            return _read_report(file, target)
+            try:
+                return read_report(file)
+            except ValueError as error:
+                raise TargetError(f"{target} is neither a pickle nor a saved report: {error}") from error
         from fastcap.analysis import scan
 
         regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
         with _progress_bar(str(target), wanted=progress) as advance:
             try:
                 report = scan(target.where if regular else file, options=options, progress=advance)
-                return _changed(report, target=str(target))
+                return report.changed(target=str(target))
             except PayloadError as error:
                 raise TargetError(f"{target} is not a pickle that can be read: {error}{_guess_kind(file)}") from error
 
@@ -216,16 +217,6 @@ def _open(target: Target) -> Iterator[IO[bytes]]:
     else:
         with open(target.where, "rb") as file:
             yield file
-
-
-def _read_report(file: IO[bytes], target: Target) -> Report:
-    text = file.read(_MAX_REPORT_SIZE + 1)
-    if len(text) > _MAX_REPORT_SIZE:
-        raise TargetError(f"{target} looks like JSON, and is too big for a saved report")
-    try:
-        return Report.from_dict(json.loads(text))
-    except (ValueError, RecursionError) as error:
-        raise TargetError(f"{target} is neither a pickle nor a saved report: {error}") from error
 
 
 _KINDS = (
@@ -242,20 +233,6 @@ def _guess_kind(file: IO[bytes]) -> str:
     file.seek(0)
     start = file.read(16)
     return next((f"; it looks like {kind}" for magic, kind in _KINDS if start.startswith(magic)), "")
-
-
-def _with_budget(report: Report, max_size: int) -> Report:
-    """The report with ``--max-size`` as the first of its limits."""
-    details = report.details
-    size = report.payload_size
-    budget = Limit(_BUDGET, max_size, size / max(max_size, 1), size > max_size, "error", "the command line")
-    limits = (budget, *(limit for limit in details.limits if limit.name != _BUDGET))
-    return _changed(report, make_details=lambda: replace(details, limits=limits))
-
-
-def _changed(report: Report, **changes: Any) -> Report:
-    """A plain report of the same facts, but for the changes."""
-    return Report(**{each.name: getattr(report, each.name) for each in fields(Report)} | changes)
 
 
 # ---- output
