@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fastcap._native.graph import Graph
-from fastcap._native.scanner import Scanner
+from fastcap._native.scanner import Scanner, Tables
 from fastcap.comparison import Diff, compare
 from fastcap.explain import Explainer, Place
 from fastcap.limits import limits_for
@@ -95,6 +95,11 @@ def _as_report(source: Report | Source) -> Report:
             return read_report(file)
         except ValueError as error:
             raise ValueError(f"{os.fspath(source)} is neither a pickle nor a saved report: {error}") from error
+
+
+def report_on(tables: Tables) -> Report:
+    """The report on what a scanner has read."""
+    return _report(Graph(tables), None, ViewOptions())
 
 
 def _report(graph: Graph, name: str | None, options: ViewOptions, notes: tuple[str, ...] = ()) -> Report:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from fastcap.analysis import analyze
 from fastcap.errors import FastcapError, NotPicklable, PayloadTooLarge
-from fastcap.pickling import dumps
 from fastcap.render import clean
 from fastcap.render.text import render_text
 from fastcap.report import Finding, Report, format_size, parse_size
@@ -27,7 +26,7 @@ def check(
     messages hold the verdict and the paths of what is to blame. The other arguments are those of `fastcap.analyze`.
     """
     limit = as_size(max_size) if max_size is not None else None
-    dumps(None, protocol, flavor=flavor)  # raises what is wrong with these two, which is not to be blamed on the object
+    analyze(None, protocol=protocol, flavor=flavor)  # raises what is wrong with these two: it is not the object's fault
     try:
         report = analyze(obj, name=name, protocol=protocol, flavor=flavor)
     except FastcapError:

@@ -112,4 +112,4 @@ _READERS = {
     "select": _codes,
     "ignore": _codes,
 }
-"""Key of ``[tool.fastcap]`` -> what makes the field of `Settings` from its value, or says in a ``ValueError`` why not."""
+"""Key of ``[tool.fastcap]`` -> what makes a field of `Settings` of its value; a ``ValueError`` says why it cannot."""

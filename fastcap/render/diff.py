@@ -55,7 +55,7 @@ class _Page(Page):
                 yield line
 
     def verdict(self, diff: Diff) -> Iterator[list[Piece]]:
-        arrow = "->" if self.glyphs.ascii_only else "→"
+        arrow = self.glyphs.arrow
         old, new = self.clean(diff.old_target), self.clean(diff.new_target)
         targets = new if old == new else f"{old} {arrow} {new}"
         yield [(self.fit(targets, self.width, middle=True), "bold")]
@@ -77,14 +77,15 @@ class _Page(Page):
         for number, (_, kind, path) in enumerate(rows, start=1):
             head = f"  {deltas[number]}  {kinds[number]}  "
             name = self.fit(self.clean(path), self.width - cell_len(head), middle=True)
-            yield [(f"  {deltas[number]}", "bold"), (f"  {kinds[number]}  ", _STYLES.get(kind, "")), (name, "cyan" if kind else "")]
+            line = [(f"  {deltas[number]}", "bold"), (f"  {kinds[number]}  ", _STYLES.get(kind, ""))]
+            yield [*line, (name, "cyan" if kind else "")]
             if number <= len(shown):
                 indent = 4 if self.narrow else cell_len(head)
                 for text in self.describe_change(shown[number - 1]):
                     yield from self.wrap(text, "", indent=indent, hang=0)
 
     def describe_change(self, row: Change) -> Iterator[str]:
-        arrow = "->" if self.glyphs.ascii_only else "→"
+        arrow = self.glyphs.arrow
         what = self.describe(row.type, row.what)
         if row.old_type is not None and row.old_what is not None:
             what = f"{self.describe(row.old_type, row.old_what)} {arrow} {what}"
@@ -104,15 +105,16 @@ class _Page(Page):
         rest = rows[len(shown) :]
         lines = [(row.delta, f"{row.old_count:,}", f"{row.new_count:,}", self.clean(row.type, 200)) for row in shown]
         if rest:
-            counts = sum(row.old_count for row in rest), sum(row.new_count for row in rest)
-            lines.append((sum(row.delta for row in rest), *(f"{n:,}" for n in counts), f"[{len(rest):,} more types]"))
+            old_count, new_count = sum(row.old_count for row in rest), sum(row.new_count for row in rest)
+            name = f"[{len(rest):,} more types]"
+            lines.append((sum(row.delta for row in rest), f"{old_count:,}", f"{new_count:,}", name))
         deltas = align([format_delta(delta) for delta, _, _, _ in lines], "delta")
         before = align([old for _, old, _, _ in lines], "before")
         after = align([new for _, _, new, _ in lines], "now")
         left = 2 + sum(cell_len(column[0]) + 2 for column in (deltas, before, after))
         yield [(f"  {deltas[0]}  {before[0]}  {after[0]}  type", "dim")]
-        for (_, _, _, name), delta, old, new in zip(lines, deltas[1:], before[1:], after[1:]):
-            yield [(f"  {delta}", "bold"), (f"  {old}  {new}  ", ""), (self.fit(name, self.width - left), "")]
+        for line, delta, old, new in zip(lines, deltas[1:], before[1:], after[1:]):
+            yield [(f"  {delta}", "bold"), (f"  {old}  {new}  ", ""), (self.fit(line[3], self.width - left), "")]
 
     def notes(self, rows: Sequence[str]) -> Iterator[list[Piece]]:
         for row in rows:

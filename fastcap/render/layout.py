@@ -28,12 +28,13 @@ class Glyphs:
     branch: str
     last: str
     line: str
+    arrow: str
 
 
-UNICODE = Glyphs(False, "…", "—", "·", "├ ", "└ ", "│ ")
-ASCII = Glyphs(True, "...", "-", "-", "|-", "`-", "| ")
+UNICODE = Glyphs(False, "…", "—", "·", "├ ", "└ ", "│ ", "→")
+ASCII = Glyphs(True, "...", "-", "-", "|-", "`-", "| ", "->")
 
-GLYPHS = "…—·├└│"
+GLYPHS = "…—·├└│→"
 """What an output encoding must hold for ``render_text(unicode=True)``."""
 
 
