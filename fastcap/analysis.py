@@ -6,18 +6,20 @@
 from __future__ import annotations
 
 import heapq
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fastcap._native.graph import Graph
-from fastcap._native.scanner import Scanner
+from fastcap._native.scanner import Scanner, Tables
+from fastcap.comparison import Diff, compare
 from fastcap.explain import Explainer, Place
 from fastcap.limits import limits_for
 from fastcap.opening import Source, scan_source
 from fastcap.paths import parse
 from fastcap.pickling import dump
-from fastcap.report import Capture, Details, NodeRow, Report, TypeRow, ViewOptions
+from fastcap.report import Capture, Details, NodeRow, Report, TypeRow, ViewOptions, read_report
 
 MAX_ROWS = 400
 """Rows of the tree at most, ``[N more]`` rows not counted."""
@@ -72,6 +74,34 @@ def scan(
     if graph.tail:
         notes = (*notes, f"bytes after the last pickle are no pickle: {graph.tail}")
     return _report(graph, name, options, notes)
+
+
+def diff(old: Report | Source, new: Report | Source) -> Diff:
+    """What changed from one payload to another, by path and by type.
+
+    Each is a report, what `scan` takes, or the path of a report that was saved as JSON; for a live object give
+    ``fastcap.analyze(obj)``. Raises `fastcap.PayloadError` for what is no pickle, ``ValueError`` for a damaged report.
+    """
+    return compare(_as_report(old), _as_report(new))
+
+
+def _as_report(source: Report | Source) -> Report:
+    if isinstance(source, Report):
+        return source
+    if not isinstance(source, (str, os.PathLike)):
+        return scan(source)
+    with open(source, "rb") as file:
+        if file.peek(1)[:1] != b"{":  # no pickle begins with it: it is no opcode
+            return scan(file).changed(target=os.fspath(source))
+        try:
+            return read_report(file)
+        except ValueError as error:
+            raise ValueError(f"{os.fspath(source)} is neither a pickle nor a saved report: {error}") from error
+
+
+def report_on(tables: Tables) -> Report:
+    """The report on what a scanner has read."""
+    return _report(Graph(tables), None, ViewOptions())
 
 
 def _report(graph: Graph, name: str | None, options: ViewOptions, notes: tuple[str, ...] = ()) -> Report:

@@ -35,6 +35,7 @@ __all__ = [
     "load",
     "loads",
     "uninstall",
+    "watch_dumps",
 ]
 
 #: The copies of cloudpickle that fastcap knows, by the name of their package.
@@ -90,6 +91,79 @@ def _too_deep(error: RecursionError) -> pickle.PicklingError:
     return wrapped
 
 
+# ---- watching --------------------------------------------------------------------------------------------------------
+
+
+class Watch(Protocol):
+    """What is told about one dump; see `watch_dumps`."""
+
+    def write(self, data: Any, /) -> Any:
+        """Gets what the file of the dump gets."""
+
+    def add_buffer(self, size: int, /) -> None:
+        """A buffer of so many bytes stays out of band."""
+
+    def finish(self) -> None:
+        """The dump is complete. Not called for one that failed."""
+
+
+WatchFactory = Callable[[Any, str, bool, Any], "Watch | None"]
+_watchers: list[WatchFactory] = []
+
+
+@contextlib.contextmanager
+def watch_dumps(start: WatchFactory) -> Iterator[None]:
+    """Meanwhile ``start(obj, flavor, has_buffer_callback, file)`` is called before each dump that fastcap does.
+
+    It returns the `Watch` of that dump, or None, and runs in the thread of the dump, of which there may be several. To
+    see what a copy of cloudpickle dumps, `install` it; picklers that have dumped before are not watched.
+    """
+    _watchers.append(start)
+    try:
+        yield
+    finally:
+        _watchers.remove(start)
+
+
+class _Tee:
+    """The file and the buffer callback of a pickler whose dumps are watched."""
+
+    __slots__ = ("buffer_callback", "file", "flavor", "own_callback", "watches")
+
+    def __init__(self, flavor: Flavor, file: Any, buffer_callback: BufferCallback | None) -> None:
+        self.flavor = flavor.module.__name__.removesuffix(".cloudpickle")
+        self.file = file
+        self.own_callback = buffer_callback
+        self.buffer_callback = self.pass_buffer if buffer_callback is not None else None
+        self.watches: list[Watch] = []
+
+    def write(self, data: Any) -> Any:
+        result = self.file.write(data)
+        for watch in self.watches:
+            watch.write(data)
+        return result
+
+    def pass_buffer(self, buffer: pickle.PickleBuffer) -> Any:
+        assert self.own_callback is not None
+        in_band = self.own_callback(buffer)
+        if not in_band:
+            with memoryview(buffer) as view:
+                for watch in self.watches:
+                    watch.add_buffer(view.nbytes)
+        return in_band
+
+    @contextlib.contextmanager
+    def watching(self, obj: Any) -> Iterator[None]:
+        started = [start(obj, self.flavor, self.own_callback is not None, self.file) for start in list(_watchers)]
+        self.watches = [watch for watch in started if watch is not None]
+        try:
+            yield
+            for watch in self.watches:
+                watch.finish()
+        finally:
+            self.watches = []
+
+
 # ---- functions -------------------------------------------------------------------------------------------------------
 
 
@@ -127,9 +201,9 @@ def _dumps(
     flavor: Flavor, obj: Any, protocol: int | None, buffer_callback: BufferCallback | None, compact: bool
 ) -> bytes:
     hooks = flavor.hooks()
-    if hooks is None:
+    if hooks is None or _watchers:
         with io.BytesIO() as file:
-            _dump_with_class(flavor, obj, file, protocol, buffer_callback, compact)
+            _dump(flavor, obj, file, protocol, buffer_callback, compact)
             return file.getvalue()
     try:
         return _native.dumps(
@@ -152,6 +226,11 @@ def _dump(
     buffer_callback: BufferCallback | None,
     compact: bool,
 ) -> None:
+    if _watchers and not isinstance(file, _Tee):
+        tee = _Tee(flavor, file, buffer_callback)
+        with tee.watching(obj):
+            _dump(flavor, obj, tee, protocol, tee.buffer_callback, compact)
+        return
     hooks = flavor.hooks()
     if hooks is None:
         _dump_with_class(flavor, obj, file, protocol, buffer_callback, compact)
@@ -197,6 +276,7 @@ class CloudPickler(_native.Pickler):
 
     dispatch_table: Any
     dispatch: Any
+    _tee: _Tee | None = None
 
     def __init__(
         self,
@@ -210,6 +290,9 @@ class CloudPickler(_native.Pickler):
         own = _flavor(flavor)
         if protocol is None:
             protocol = own.module.DEFAULT_PROTOCOL
+        if _watchers:
+            self._tee = _Tee(own, file, buffer_callback)
+            file, buffer_callback = self._tee, self._tee.buffer_callback
         super().__init__(file, protocol, True, buffer_callback, compact=compact)
         table = self.dispatch_table
         if table is CloudPickler.dispatch_table:
@@ -223,7 +306,11 @@ class CloudPickler(_native.Pickler):
     def dump(self, obj: Any, /) -> None:
         """Write the pickle of `obj`. What was dumped before is referred to, until `clear_memo`."""
         try:
-            super().dump(obj)
+            if _watchers and self._tee is not None:
+                with self._tee.watching(obj):
+                    super().dump(obj)
+            else:
+                super().dump(obj)
         except RecursionError as error:
             raise _too_deep(error) from error
 
@@ -272,7 +359,7 @@ class _Encoder(_native.Pickler):
 class _Route:
     """What fastcap adds to one of cloudpickle's picklers."""
 
-    __slots__ = ("arguments", "compact", "encoder", "flavor")
+    __slots__ = ("arguments", "compact", "encoder", "flavor", "tee")
 
     def __init__(
         self, flavor: Flavor, file: Any, protocol: int, buffer_callback: BufferCallback | None, compact: bool = False
@@ -281,10 +368,15 @@ class _Route:
         self.arguments = (file, protocol, True, buffer_callback)
         self.compact = compact
         self.encoder: _Encoder | None = None
+        self.tee: _Tee | None = None
 
     def open(self) -> _Encoder:
         if self.encoder is None:
-            self.encoder = _Encoder(*self.arguments, compact=self.compact)
+            file, protocol, fix_imports, buffer_callback = self.arguments
+            if _watchers and not isinstance(file, _Tee):
+                self.tee = _Tee(self.flavor, file, buffer_callback)
+                file, buffer_callback = self.tee, self.tee.buffer_callback
+            self.encoder = _Encoder(file, protocol, fix_imports, buffer_callback, compact=self.compact)
         return self.encoder
 
 
@@ -329,7 +421,11 @@ def _routed_dump(pickler: Any, route: _Route, obj: Any) -> None:
     else:
         encoder.reducer_override = pickler.reducer_override
     try:
-        encoder.dump(obj)
+        if _watchers and route.tee is not None:
+            with route.tee.watching(obj):
+                encoder.dump(obj)
+        else:
+            encoder.dump(obj)
     except RecursionError as error:
         raise _too_deep(error) from error
     finally:
