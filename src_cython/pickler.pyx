@@ -1877,6 +1877,8 @@ cdef int save_picklebuffer(Pickler self, PyObject* obj) except -1:
 cdef int save_tuple(Pickler self, PyObject* obj, bint single) except -1:
     cdef Py_ssize_t size = tuple_size(obj)
     cdef Py_ssize_t position = 0
+    # A tuple is memoized after its items. If it contains itself it is met again before that, and its items with it.
+    cdef int own = 0 if single else OWN_UNKNOWN
     cdef Frame* f
     if size == 0:
         if self.proto:
@@ -1887,7 +1889,7 @@ cdef int save_tuple(Pickler self, PyObject* obj, bint single) except -1:
         return 0
     if size > 3 or self.proto < 2:
         put(self, OP_MARK)
-    while position < size and save_leaf(self, tuple_item(obj, position), 0):
+    while position < size and save_leaf(self, tuple_item(obj, position), own):
         position += 1
     if position == size and not self.fast_:
         # No user code has run: it is neither in the memo by now nor shared.
@@ -1906,9 +1908,10 @@ cdef int step_tuple(Pickler self, Frame* f) except -1:
     cdef Py_ssize_t position
     cdef Py_ssize_t i
     cdef size_t slot
+    cdef int own = 0 if f.flags & F_ALONE else OWN_UNKNOWN      # see save_tuple
     while f.pos < size:
         f.pos += 1
-        if not save_leaf(self, tuple_item(obj, f.pos - 1), 0) and save(self, tuple_item(obj, f.pos - 1), 0):
+        if not save_leaf(self, tuple_item(obj, f.pos - 1), own) and save(self, tuple_item(obj, f.pos - 1), own):
             return 1
     if f.flags & F_ALONE and refcount(obj) <= 2:
         put(self, OP_TUPLE if size > 3 or self.proto < 2 else OP_TUPLE1 - 1 + size)
@@ -2220,7 +2223,7 @@ cdef int step_frozenset(Pickler self, Frame* f) except -1:
     cdef size_t slot
     cdef Py_ssize_t position
     while _PySet_NextEntry(obj, &f.pos, &item, &hash_):
-        if save(self, item, 0):
+        if save(self, item, 0 if f.flags & F_ALONE else OWN_UNKNOWN):     # see save_tuple
             return 1
     if f.flags & F_ALONE and refcount(obj) <= 2 and not fastcap_set_has_weakrefs(obj):
         put(self, OP_FROZENSET)
