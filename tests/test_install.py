@@ -598,6 +598,44 @@ def test_threads_install_and_dump():
     assert not failures
 
 
+def test_threads_dump_while_others_import(flavor):
+    objects = [closure([1]), local_class_once, Point(closure(2)), helper, {"a": [closure(3)] * 2}]
+    expected = [sys.modules[flavor].dumps(obj) for obj in objects]
+    stop = threading.Event()
+    failures = []
+
+    def churn():
+        count = 0
+        while not stop.is_set():
+            count += 1
+            sys.modules[f"fastcap_churn.m{count % 50}"] = types.ModuleType("churn")
+            sys.modules.pop(f"fastcap_churn.m{(count + 25) % 50}", None)
+
+    def work():
+        try:
+            for _ in range(100):
+                assert [pickling.dumps(obj, flavor=flavor) for obj in objects] == expected
+        except BaseException as error:
+            failures.append(error)
+
+    workers = [threading.Thread(target=work) for _ in range(8)]
+    churner = threading.Thread(target=churn)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in (churner, *workers):
+            thread.start()
+        for thread in workers:
+            thread.join()
+    finally:
+        stop.set()
+        churner.join()
+        sys.setswitchinterval(interval)
+        for name in [name for name in sys.modules if name.startswith("fastcap_churn")]:
+            del sys.modules[name]
+    assert not failures
+
+
 def test_import_is_light():
     code = (
         "import sys, fastcap, fastcap.pickling\n"
