@@ -28,6 +28,7 @@ from memo cimport (
     memo_label, memo_truncate, memo_zero,
 )
 from opcodes cimport *
+from pages cimport prefer_huge_pages
 
 import _compat_pickle
 import collections
@@ -1004,6 +1005,7 @@ cdef int resize(Pickler self, Py_ssize_t room) except -1:
     self.out.owner = NULL
     self.out.start = self.out.next = self.out.limit = self.out.end = NULL
     _PyBytes_Resize(&owner, room)       # frees the old block and raises MemoryError where it fails
+    prefer_huge_pages(owner, room)
     self.out.owner = owner
     self.out.start = bytes_data(owner)
     self.out.next = self.out.start + used
@@ -1874,6 +1876,7 @@ cdef int save_picklebuffer(Pickler self, PyObject* obj) except -1:
 
 cdef int save_tuple(Pickler self, PyObject* obj, bint single) except -1:
     cdef Py_ssize_t size = tuple_size(obj)
+    cdef Py_ssize_t position = 0
     cdef Frame* f
     if size == 0:
         if self.proto:
@@ -1884,7 +1887,14 @@ cdef int save_tuple(Pickler self, PyObject* obj, bint single) except -1:
         return 0
     if size > 3 or self.proto < 2:
         put(self, OP_MARK)
+    while position < size and save_leaf(self, tuple_item(obj, position), 0):
+        position += 1
+    if position == size and not self.fast_:
+        # No user code has run: it is neither in the memo by now nor shared.
+        put(self, OP_TUPLE if size > 3 else OP_TUPLE1 - 1 + size)
+        return leave_out(self, obj) if single else memoize(self, obj)
     f = push(self, K_TUPLE, obj)
+    f.pos = position
     if single:
         f.flags |= F_ALONE
     return 1
@@ -1929,6 +1939,7 @@ cdef int step_tuple(Pickler self, Frame* f) except -1:
 cdef int save_list(Pickler self, PyObject* obj, size_t slot, bint single) except -1:
     cdef Frame* f
     cdef Py_ssize_t size
+    cdef Py_ssize_t position = 0
     if self.fast_:
         # guard_cycle must speak before anything is written.
         f = push(self, K_LIST, obj)
@@ -1948,15 +1959,29 @@ cdef int save_list(Pickler self, PyObject* obj, size_t slot, bint single) except
         if f != NULL:
             pop(self)
         return 0
-    if f == NULL:
-        f = push(self, K_LIST, obj)
     if self.proto == 0:
+        if f == NULL:
+            push(self, K_LIST, obj)
         items = iter(<object>obj)
         push_batch(self, K_BATCH_LIST, <PyObject*>items)
-    elif size == 1:
-        f.flags |= F_SINGLE
-    else:
+        return 1
+    if size > 1:
         put(self, OP_MARK)
+    if size < BATCH_SIZE:
+        # Leaves up to the first other item need no frame, and often there is no other item.
+        while position < size and save_leaf(self, list_item(obj, position), 0):
+            position += 1
+        if position == size:
+            put(self, OP_APPENDS if size > 1 else OP_APPEND)
+            if f != NULL:
+                pop(self)
+            return 0
+    if f == NULL:
+        f = push(self, K_LIST, obj)
+    f.pos = position
+    f.batch = <int>position
+    if size == 1:
+        f.flags |= F_SINGLE
     return 1
 
 
@@ -2016,22 +2041,56 @@ cdef int save_dict(Pickler self, PyObject* obj, size_t slot, bint single) except
         if f != NULL:
             pop(self)
         return 0
-    if f == NULL:
-        f = push(self, K_DICT, obj)
     if self.proto == 0:
+        if f == NULL:
+            push(self, K_DICT, obj)
         items = iter((<object>obj).items())
         push_batch(self, K_BATCH_DICT, <PyObject*>items)
-    else:
-        open_dict(self, f)
-    return 1
+        return 1
+    return save_items(self, obj, f, 0)
 
 
-cdef inline void open_dict(Pickler self, Frame* f) noexcept:
-    f.size = dict_size(f.obj)
-    if f.size == 1:
-        f.flags |= F_SINGLE
+cdef int save_items(Pickler self, PyObject* obj, Frame* f, int flags) except -1:
+    """The items of a dict that is not empty; in its frame `f`, where it has one already, with `flags`."""
+    cdef Py_ssize_t size = dict_size(obj)
+    cdef Py_ssize_t position = 0
+    cdef PyObject* key
+    cdef PyObject* value = NULL
+    cdef int count = 0
+    if size == 1:
+        flags |= F_SINGLE
     else:
         put(self, OP_MARK)
+    if size < BATCH_SIZE:
+        # Leaves up to the first other value need no frame, and often there is no other value.
+        while PyDict_Next(obj, &position, &key, &value):
+            if not save_leaf(self, key, 0):
+                position -= 1
+                value = NULL
+                break
+            if not save_leaf(self, value, 0):
+                break
+            count += 1
+        if count == size:
+            put(self, OP_SETITEM if flags & F_SINGLE else OP_SETITEMS)
+            if flags & F_BUILD:
+                put(self, OP_BUILD)
+            if f != NULL:
+                pop(self)
+            return 0
+    if f == NULL:
+        f = push(self, K_DICT, obj)
+    f.flags |= flags
+    f.size = size
+    f.pos = position
+    f.batch = count
+    if value != NULL:
+        incref(key)
+        incref(value)
+        f.a = value
+        f.b = key
+        f.step = 1
+    return 1
 
 
 cdef int step_dict(Pickler self, Frame* f) except -1:
@@ -3043,10 +3102,7 @@ cdef int save_state(Pickler self, PyObject* state) except -1:
                 else:
                     memoize_at(self, state, slot)
                 if dict_size(state):
-                    f = push(self, K_DICT, state)
-                    f.flags = F_BUILD
-                    open_dict(self, f)
-                    return 1
+                    return save_items(self, state, NULL, F_BUILD)
             put(self, OP_BUILD)
             return 0
         push(self, K_BUILD, NULL)
