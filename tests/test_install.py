@@ -231,6 +231,27 @@ def test_registered_reducers(flavor):
         module.CloudPickler.dispatch.pop(Registered, None)
 
 
+def test_classes_with_a_reducer_are_left_as_they_are(flavor):
+    """A dump must not leave anything in a class that the flavor's own dump would not leave there."""
+    dispatch = sys.modules[flavor].CloudPickler.dispatch
+
+    class Overriding(CloudPickler):
+        def reducer_override(self, obj):
+            return (int, ()) if type(obj).__name__ == "Local" else super().reducer_override(obj)
+
+    cls = local_class()
+    dispatch[cls] = lambda obj: (int, ())
+    try:
+        pickling.dumps(cls(), flavor=flavor)
+    finally:
+        del dispatch[cls]
+    assert "__slotnames__" not in vars(cls)
+    to_bytes(Overriding, cls())
+    assert "__slotnames__" not in vars(cls)
+    sys.modules[flavor].dumps(cls())
+    assert "__slotnames__" in vars(cls)
+
+
 def test_replaced_code_and_cell_reducers(flavor):
     module = sys.modules[flavor]
     table = module.CloudPickler._dispatch_table
