@@ -2962,6 +2962,9 @@ cdef int inspect_type(Pickler self, TypeInfo* info, PyTypeObject* t) except -1:
         # `cls.__reduce__` is asked of the class as an object: a metaclass could answer.
         plain = (_PyType_Lookup(meta, <PyObject*>S_reduce) == <PyObject*>object_reduce
                  and fastcap_type_getattro(meta))
+    # copyreg leaves __slotnames__ in the class, where it would show when the class goes by value. CPython gets there only
+    # for an object that no hook and no reducer has taken, so a class that one may take is not asked.
+    plain = plain and not self.has_override and not self.has_pers and dispatched(self, t) is None
     if plain:
         # copyreg cannot store its answer in a static type, and would give the same one each time.
         slotnames = slots_of(<object>t) if fastcap_is_heap_type(t) else []
