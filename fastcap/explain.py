@@ -127,6 +127,7 @@ class Explainer:
         self._subjects: dict[int, Subject] = {}
         self._places: dict[int, Place] = {}
         self._paths: dict[int, str] = {}
+        self._steps: dict[int, _Steps] = {}  # of the objects that were last looked into, at most _INDEXED
 
     # --- objects -----------------------------------------------------------------------------------------------------
 
@@ -276,9 +277,11 @@ class Explainer:
     def _at_step(self, index: int, wanted: str) -> Iterator[int]:
         """What lies behind a step from an object, or from what it is a reference to."""
         for start in dict.fromkeys((index, self.reader.resolve(index))):
-            for part, target in self.below(start):
-                if str(part.step) == wanted:
-                    yield target
+            steps = self._steps.pop(start, None) or _Steps(self.below(start))
+            self._steps[start] = steps  # the last one used comes last
+            if len(self._steps) > _INDEXED:
+                del self._steps[next(iter(self._steps))]
+            yield from steps.at(wanted)
 
     # --- paths -------------------------------------------------------------------------------------------------------
 
@@ -407,6 +410,27 @@ class Parts:
     complete: bool  # everything was looked at
 
 
+class _Steps:
+    """What is below one object by its step, read only as far as look-ups have gone."""
+
+    def __init__(self, below: Iterator[tuple[Part, int]]) -> None:
+        self.below = below
+        self.found: dict[str, list[int]] = {}
+
+    def at(self, wanted: str) -> Iterator[int]:
+        count = 0
+        while True:
+            targets = self.found.get(wanted, ())
+            if count < len(targets):
+                yield targets[count]
+                count += 1
+                continue
+            part, target = next(self.below, (None, 0))
+            if part is None:
+                return
+            self.found.setdefault(str(part.step), []).append(target)
+
+
 class Call:
     """One call in the stream (REDUCE, NEWOBJ, NEWOBJ_EX, OBJ, INST) and what it is given."""
 
@@ -481,6 +505,7 @@ class Call:
 
 # --- names -----------------------------------------------------------------------------------------------------------
 
+_INDEXED = 16  # objects whose parts are kept by their steps
 _CLOUDPICKLE = re.compile(r"(?:.*\.)?cloudpickle\.cloudpickle(?:_fast)?\.(\w+)")
 _LIBRARIES: Final = frozenset({"numpy", "pandas", "torch", "pyarrow", "scipy", "ray", "joblib"})
 
