@@ -466,6 +466,7 @@ class Call:
 # --- names -----------------------------------------------------------------------------------------------------------
 
 _CLOUDPICKLE = re.compile(r"(?:.*\.)?cloudpickle\.cloudpickle(?:_fast)?\.(\w+)")
+_JOBLIB = re.compile(r".*\.joblib\.numpy_pickle(?:_compat)?\.(\w+)")  # a copy, such as the one in old scikit-learn
 _LIBRARIES: Final = frozenset({"numpy", "pandas", "torch", "pyarrow", "scipy", "ray", "joblib"})
 
 
@@ -479,6 +480,8 @@ def canonical(name: str | None) -> str | None:
         return None
     if match := _CLOUDPICKLE.fullmatch(name):
         return f"cloudpickle:{match[1]}"
+    if match := _JOBLIB.fullmatch(name):
+        return f"joblib:{match[1]}"
     library, _, rest = name.partition(".")
     if library in _LIBRARIES:
         return f"{library}:{rest.rpartition('.')[2]}"
@@ -679,7 +682,7 @@ def _subject(x: Explainer, index: int) -> Subject:
     if view.op in ATOMS:
         return Subject(ATOMS[view.op])
     if view.op == "FILE":
-        return Subject("file", _counted("file", view.arg, "pickles"), _file_route)
+        return Subject("file", _counted("file", view.arg, "pickle" if view.arg == 1 else "pickles"), _file_route)
     if view.op == "RAW":
         return Subject("raw bytes", "bytes that are not pickle opcodes")
     if view.op in ("NEXT_BUFFER", "READONLY_BUFFER"):
@@ -1209,7 +1212,11 @@ def _dtype_name(x: Explainer, value: Any) -> str:
         name = "datetime64" if kind == "M" else "timedelta64"
         if isinstance(unit, tuple) and len(unit) == 2 and isinstance(unit[1], tuple) and unit[1]:
             text = unit[1][0]
-            return f"{name}[{text.decode('ascii', 'replace') if isinstance(text, bytes) else text}]"
+            if isinstance(text, At):  # bytes in protocols 0 to 2: `_codecs.encode(text, "latin1")`
+                index = x.reader.resolve(text.index)
+                text = Call(x, index).text(0) if x.reader.view(index).op in CALLS else None
+            text = text.decode("ascii", "replace") if isinstance(text, bytes) else text
+            return f"{name}[{text}]" if isinstance(text, str) else name
         return name
     if kind == "V" and len(state) > 3 and isinstance(state[3], At):
         names = [x.reader.string(part) or "?" for part in x.reader.sequence(state[3].index, 8)]
@@ -1293,6 +1300,27 @@ def _masked_array(call: Call) -> Subject:
         return f"MaskedArray {_shape(call.reader.value(state[1])) if len(state) > 1 else ''}".rstrip()
 
     return Subject("MaskedArray", phrase)
+
+
+def _wrapped_array(call: Call) -> Subject:
+    """``NumpyArrayWrapper``: what ``joblib.dump`` writes in place of an array, whose bytes follow."""
+    x = call.explainer
+    state = call.state_items()
+    kind = short_name(x.call_name(state.get("subclass", UNREAD)))
+    if kind in ("object", "memmap"):
+        kind = "ndarray"
+
+    def phrase() -> str:
+        shape = _shape(call.reader.value(state.get("shape", UNREAD)))
+        return " ".join(filter(None, (kind, _dtype_name(x, state.get("dtype", UNREAD)), shape)))
+
+    return Subject(kind, phrase)
+
+
+def _array_elsewhere(call: Call) -> Subject:
+    """``NDArrayWrapper``: an array in a file of its own, as joblib did before 0.10."""
+    name = call.reader.string(call.state_items().get("filename"))
+    return Subject("ndarray", f"ndarray in the file {_quote(name)}" if name else "ndarray in a file of its own")
 
 
 # pandas
@@ -1596,6 +1624,10 @@ TABLE: Final[dict[str, Maker]] = {
     "numpy:__bit_generator_ctor": _leaf("BitGenerator", "numpy BitGenerator"),
     "numpy:__generator_ctor": _leaf("Generator", "numpy random Generator"),
     "numpy:__randomstate_ctor": _leaf("RandomState", "numpy RandomState"),
+    # joblib
+    "joblib:NumpyArrayWrapper": _wrapped_array,
+    "joblib:NDArrayWrapper": _array_elsewhere,
+    "joblib:ZNDArrayWrapper": _array_elsewhere,
     # pandas
     "pandas:DataFrame": _frame,
     "pandas:Series": _series,
@@ -1638,5 +1670,5 @@ TABLE: Final[dict[str, Maker]] = {
 }
 """Canonical name of a reconstructor or class -> what it makes."""
 
-_INSTANCE_MAKERS: Final = frozenset({_frame, _series, _sparse, _string_io})
+_INSTANCE_MAKERS: Final = frozenset({_frame, _series, _sparse, _string_io, _wrapped_array, _array_elsewhere})
 """Rows that describe an instance by its state alone: they hold for `copyreg._reconstructor` too."""

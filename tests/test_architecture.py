@@ -15,9 +15,9 @@ PACKAGE = Path(fastcap.__file__).parent
 FLOORS = [
     {"errors"},
     {"_native", "report", "paths"},
-    {"render", "pickling", "stores", "inert", "limits", "opening"},
-    {"explain", "render.text", "render.folded", "render.html"},
-    {"findings"},
+    {"render", "pickling", "stores", "inert", "limits"},
+    {"explain", "external", "render.text", "render.folded", "render.html"},
+    {"findings", "opening"},
     {"analysis"},
     {"targets", "editing", "record", "ray", "pytest_plugin"},
     {"cli"},
@@ -35,7 +35,7 @@ RESERVED = {
 }
 
 # Who may use the native core; what only shows reports must work without it.
-NATIVE_USERS = {"pickling", "analysis", "explain", "inert", "opening", "editing"}
+NATIVE_USERS = {"pickling", "analysis", "explain", "inert", "external", "opening", "editing"}
 
 
 def module_name(path):
