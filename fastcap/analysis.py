@@ -6,18 +6,20 @@
 from __future__ import annotations
 
 import heapq
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fastcap._native.graph import Graph
-from fastcap._native.scanner import Scanner
+from fastcap._native.scanner import Scanner, Tables
+from fastcap.comparison import Diff, compare
 from fastcap.explain import Explainer, Place
 from fastcap.limits import limits_for
 from fastcap.opening import Source, scan_source
 from fastcap.paths import parse
 from fastcap.pickling import dump
-from fastcap.report import Capture, Details, NodeRow, Report, TypeRow, ViewOptions
+from fastcap.report import Capture, Details, NodeRow, Report, TypeRow, ViewOptions, read_report
 
 MAX_ROWS = 400
 """Rows of the tree at most, ``[N more]`` rows not counted."""
@@ -26,6 +28,8 @@ _TOP = 20  # rows per parent unless asked for more
 _DEPTH = 24  # levels unless asked for more
 _SHARE = 1000  # rows of less than this fraction of the payload are not shown unless asked for
 _CHILDREN = 64  # children of a node up to which all of them are looked at
+_MANY_CHILDREN = 1024  # children that are looked at, at most, if they are big enough (or more are asked for)
+_NONE = 1 << 62  # as a smallest size: no children
 _FEW = 10  # so many parts may explain an object; more of them are nobody's fault but the object's
 _EXPLAINED = 0.8  # of what an object retains, for its parts to be named in its place
 _CAPTURES = 50
@@ -70,6 +74,34 @@ def scan(
     if graph.tail:
         notes = (*notes, f"bytes after the last pickle are no pickle: {graph.tail}")
     return _report(graph, name, options, notes)
+
+
+def diff(old: Report | Source, new: Report | Source) -> Diff:
+    """What changed from one payload to another, by path and by type.
+
+    Each is a report, what `scan` takes, or the path of a report that was saved as JSON; for a live object give
+    ``fastcap.analyze(obj)``. Raises `fastcap.PayloadError` for what is no pickle, ``ValueError`` for a damaged report.
+    """
+    return compare(_as_report(old), _as_report(new))
+
+
+def _as_report(source: Report | Source) -> Report:
+    if isinstance(source, Report):
+        return source
+    if not isinstance(source, (str, os.PathLike)):
+        return scan(source)
+    with open(source, "rb") as file:
+        if file.peek(1)[:1] != b"{":  # no pickle begins with it: it is no opcode
+            return scan(file).changed(target=os.fspath(source))
+        try:
+            return read_report(file)
+        except ValueError as error:
+            raise ValueError(f"{os.fspath(source)} is neither a pickle nor a saved report: {error}") from error
+
+
+def report_on(tables: Tables) -> Report:
+    """The report on what a scanner has read."""
+    return _report(Graph(tables), None, ViewOptions())
 
 
 def _report(graph: Graph, name: str | None, options: ViewOptions, notes: tuple[str, ...] = ()) -> Report:
@@ -138,7 +170,7 @@ def _row(explainer: Explainer, head: int, parent: int | None, depth: int, own_si
     view = explainer.reader.view(head)
     subject = explainer.subject(head)
     if own_size is None:
-        parts = explainer.parts(head, min_size=1, limit=_CHILDREN)
+        parts = explainer.parts(head, min_size=_NONE, limit=_CHILDREN)
         own_size = min(parts.own_size, view.retained_size)
     return NodeRow(
         path=explainer.path(head) or "",
@@ -212,7 +244,8 @@ class _Tree:
         while queue:
             _, _, shown = heapq.heappop(queue)
             view = explainer.reader.view(shown.head)
-            parts = explainer.parts(shown.head, min_size=self.min_size, limit=_CHILDREN)
+            most = max(_MANY_CHILDREN, self.top)
+            parts = explainer.parts(shown.head, min_size=self.min_size, limit=_CHILDREN, most=most)
             shown.own_size = min(parts.own_size, view.retained_size)
             shown.lent = parts.own_size - shown.own_size
             shown.own_count = parts.own_count
@@ -359,7 +392,7 @@ def _capture(explainer: Explainer, head: int) -> Capture:
         link = place.above
     return Capture(
         path=explainer.path(head) or "", type=subject.type, what=subject.what,
-        self_size=min(explainer.parts(head, min_size=1, limit=_CHILDREN).own_size, view.retained_size),
+        self_size=min(explainer.parts(head, min_size=_NONE, limit=_CHILDREN).own_size, view.retained_size),
         subtree_size=view.subtree_size, retained_size=view.retained_size, shared_by=explainer.holders(head),
         how=how, name=name, captured=captured, captured_type=captured_type, by=by, file=file, line=line,
     )  # fmt: skip

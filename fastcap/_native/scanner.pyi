@@ -41,6 +41,7 @@ class Scanner:
         *,
         max_nodes: int = 0xFFFFFFFE,
         shared_memo: bool = False,
+        expected_size: int = 0,
         pauses: int = 0,
     ) -> None: ...
     def write(self, data: Buffer, /) -> int: ...
