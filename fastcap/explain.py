@@ -363,7 +363,12 @@ class Explainer:
             return None
         index = self.reader.resolve(value.index)
         name = self.reader.global_name(index)
-        if name is not None or self.reader.view(index).op != "REDUCE":
+        op = self.reader.view(index).op
+        if op == "BINPERSID":  # old files of torch name a module's class by ("module", class, file, source)
+            parts = self.reader.contents(index, 1).get(0)
+            parts = self.reader.sequence(parts.index, 4) if isinstance(parts, At) else []
+            return self.call_name(parts[1], nesting - 1) if len(parts) == 4 else None
+        if name is not None or op != "REDUCE":
             return name
         call = Call(self, index)
         args = call.args

@@ -11,11 +11,13 @@ objects that own them (see `fastcap.external`).
 from __future__ import annotations
 
 import bz2
+import errno
 import importlib
 import io
 import itertools
 import lzma
 import os
+import struct
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -271,7 +273,7 @@ def _scan_stream(
 ) -> tuple[Tables, tuple[str, ...]]:
     kind = _format_of(source.peek(8))
     if kind is None:
-        feeder = _Feeder(way, sizes, head=source.peek(_LEGACY_HEAD))
+        feeder = _Feeder(way, sizes, head=source.peek(_LEGACY_HEAD), expected_size=source.size or 0)
         return _feed(source, progress, feeder), feeder.notes()
     if kind == "zip":
         return _scan_zip(source, sizes, progress, way)
@@ -345,6 +347,7 @@ class _Feeder:
         *,
         head: bytes = b"",
         max_nodes: int = 0xFFFFFFFE,
+        expected_size: int = 0,
         storages: dict[str, int] | None = None,
     ) -> None:
         self.structure = 0  # bytes written that were neither payload of an argument nor passed over
@@ -357,7 +360,9 @@ class _Feeder:
             pauses |= PAUSE_PERSISTENT
         if self._legacy:
             pauses |= PAUSE_STOP
-        self._scanner = Scanner(sizes, max_nodes=max_nodes, shared_memo=way.shared_memo, pauses=pauses)
+        self._scanner = Scanner(
+            sizes, max_nodes=max_nodes, shared_memo=way.shared_memo, expected_size=expected_size, pauses=pauses
+        )
         self._descriptions = Descriptions(self._scanner)
         # what stands between the opcodes: perhaps a byte that says how many more there are, then bytes to pass over,
         # or a pickle of its own
@@ -630,6 +635,15 @@ def _library(module: str, kind: str, package: str) -> Any:
 # --- torch.save ------------------------------------------------------------------------------------------------------
 
 
+_DEFLATE_RATIO = 1032  # bytes at most that deflate makes of one: two bits stand for a run of 258
+
+# What `zipfile` raises for archives that are damaged, encrypted or compressed in ways it does not know.
+_ZIP_ERRORS: Final = (
+    zipfile.BadZipFile, NotImplementedError, RuntimeError, ValueError, OverflowError, struct.error, zlib.error,
+    lzma.LZMAError, EOFError,
+)  # fmt: skip
+
+
 def _scan_zip(source: _Input, sizes: list[int], progress: Progress | None, way: _Way) -> tuple[Tables, tuple[str, ...]]:
     """The pickle in a file of ``torch.save``: a zip archive of ``*/data.pkl`` and one member per tensor storage."""
     if not source.seekable:
@@ -655,14 +669,21 @@ def _scan_zip(source: _Input, sizes: list[int], progress: Progress | None, way: 
                     tables = _feed(_File(file), progress, feeder)
                 else:
                     tables = _feed_blocks(iter(lambda: file.read(BLOCK), b""), feeder, lambda: pickles[0].compress_size)
-    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, zlib.error, lzma.LZMAError, EOFError) as error:
+    except PayloadError:
+        raise
+    except _ZIP_ERRORS as error:
         raise PayloadError(f"a damaged or encrypted zip archive: {error}", 0) from error
+    except OSError as error:
+        if error.errno not in (None, errno.EINVAL):  # bz2 has its own without a number; a seek to nowhere is invalid
+            raise
+        raise PayloadError(f"a damaged zip archive: {error}", 0) from error
     return tables, feeder.notes()
 
 
 def _member_size(info: zipfile.ZipInfo, source: _Input) -> int:
-    """Bytes of a storage, which torch never compresses."""
+    """Bytes of a storage, as far as the archive can hold them; torch itself never compresses."""
     stored = info.compress_type == zipfile.ZIP_STORED
-    if stored and (info.file_size != info.compress_size or info.file_size > (source.size or 0)):
+    most = info.compress_size if stored else info.compress_size * _DEFLATE_RATIO
+    if info.compress_size > (source.size or 0) or info.file_size > most:
         raise PayloadError("a damaged zip archive: a storage is larger than the file", info.header_offset)
     return info.file_size

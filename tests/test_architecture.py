@@ -15,15 +15,9 @@ PACKAGE = Path(fastcap.__file__).parent
 FLOORS = [
     {"errors"},
     {"_native", "report", "paths"},
-<<<<<<< HEAD
-    {"render", "pickling", "stores", "inert", "limits"},
-    {"explain", "external", "render.text", "render.folded", "render.html"},
-    {"findings", "opening"},
-=======
-    {"render", "comparison", "pickling", "stores", "inert", "limits", "opening"},
-    {"explain", "config", "render.layout"},
-    {"findings", "render.text", "render.diff", "render.folded", "render.html"},
->>>>>>> main
+    {"render", "comparison", "pickling", "stores", "inert", "limits"},
+    {"explain", "config", "external", "render.layout"},
+    {"findings", "opening", "render.text", "render.diff", "render.folded", "render.html"},
     {"analysis"},
     {"checking"},
     {"targets", "editing", "record", "ray"},
@@ -42,11 +36,7 @@ RESERVED = {
 }
 
 # Who may use the native core; what only shows reports must work without it.
-<<<<<<< HEAD
-NATIVE_USERS = {"pickling", "analysis", "explain", "inert", "external", "opening", "editing"}
-=======
-NATIVE_USERS = {"pickling", "analysis", "explain", "inert", "opening", "editing", "record"}
->>>>>>> main
+NATIVE_USERS = {"pickling", "analysis", "explain", "inert", "external", "opening", "editing", "record"}
 
 
 def module_name(path):

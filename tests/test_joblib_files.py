@@ -4,9 +4,11 @@ import io
 import os
 import pickle
 import random
+import subprocess
 import sys
 import time
 import tracemalloc
+import zlib
 
 import numpy as np
 import pytest
@@ -118,7 +120,7 @@ def test_arrays_have_their_bytes(protocol):
     assert report.captures[0].path == "obj['big']"
     for key, value in OBJECT.items():
         found = report.find(f"obj[{key!r}]")
-        least = len(pickle.dumps(value)) // 2 if key == "objects" else getattr(value, "nbytes", 0)
+        least = len(pickle.dumps(value, 5)) if key == "objects" else getattr(value, "nbytes", 0)
         assert least <= found.retained_size <= found.subtree_size < least + 1000, key
 
 
@@ -251,8 +253,6 @@ def test_files_of_joblib_before_0_10():
 
 @pytest.mark.parametrize("space", [b"", b" "])
 def test_compressed_files_of_joblib_before_0_10(space):
-    import zlib
-
     stream = pickle.dumps(["x" * 1000, 1])
     data = b"ZF" + hex(len(stream)).encode().ljust(19) + space + zlib.compress(stream)
     for source in (data, Pipe(data)):
@@ -297,8 +297,9 @@ def test_a_description_that_refers_to_itself():
     head = write_wrapper((3,))
     # ``wrapper.__setstate__({"shape": <the list that holds the wrapper>})``: memo entry 0
     data = head.rpartition(b"\x8c\x05shape")[0] + b"\x8c\x05shapeh\x00ub."
-    with pytest.raises(PayloadError):
-        scan(data)
+    with pytest.raises(PayloadError, match="description"):
+        scan(Pipe(data))
+    assert scan(data).payload_size == len(data)  # read again as the ordinary pickle that it is
 
 
 def test_many_descriptions_that_share_a_large_part():
@@ -318,7 +319,7 @@ def scan_any(data):
     try:
         report = scan(data)
     except PayloadError as error:
-        assert error.offset >= 0
+        assert error.offset >= 0  # noqa: PT017
         return False
     check_sums(report)
     return True
@@ -340,18 +341,20 @@ def test_random_changes(protocol, long_run):
     assert 0 < survived < rounds
 
 
-def test_nothing_is_imported_or_executed():
+class Evil:
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (self.folder,)
+
+
+def test_nothing_is_imported_or_executed(tmp_path):
+    (tmp_path / "x.joblib").write_bytes(dump([Evil(str(tmp_path / "made")), np.ones(100), Evil(str(tmp_path / "too"))]))
     code = (
         "import sys; from fastcap.analysis import scan; r = scan(sys.argv[1]); r.nodes, r.captures, r.types\n"
-        "assert not {'joblib', 'torch', 'sklearn', 'evil'} & set(sys.modules)"
+        "assert r.find('obj[1]').what == 'ndarray float64 (100,)'\n"
+        "assert not {'joblib', 'torch'} & set(sys.modules)"
     )
-    import subprocess
-    import tempfile
-
-    data = dump([np.ones(100)]).replace(b"numpy\x94\x8c\x07ndarray", b"evil!\x94\x8c\x07ndarray")
-    assert b"evil!" in data
-    with tempfile.TemporaryDirectory() as folder:
-        path = os.path.join(folder, "x.joblib")
-        with open(path, "wb") as file:
-            file.write(data)
-        subprocess.run([sys.executable, "-c", code, path], check=True)
+    subprocess.run([sys.executable, "-c", code, tmp_path / "x.joblib"], check=True)
+    assert os.listdir(tmp_path) == ["x.joblib"]
