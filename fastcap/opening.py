@@ -33,7 +33,8 @@ BLOCK = 1 << 20
 """Bytes read at a time."""
 
 _HEAD = 1024  # bytes of an argument that are always handed over before the rest is skipped
-_WORTH_SKIPPING = 1 << 18
+_WORTH_SKIPPING = 1 << 16
+_AFTER_SKIPPING = 1 << 15  # bytes read first after something was skipped: the next argument may be as long
 
 # What a compressed file may grow into, per byte of it and on top of that. Payload bytes of arguments, which are only
 # counted, do not matter here: what costs memory is structure. JSON-like pickles stay well below.
@@ -294,10 +295,12 @@ def _scan_stream(
 
 def _feed(source: _Input, progress: Progress | None, feeder: _Feeder) -> Tables:
     """The whole of a plain source into a scanner."""
+    size = BLOCK
     while True:
-        block = source.read(BLOCK)
+        block = source.read(size)
         if not block:
             break
+        size = min(2 * size, BLOCK)
         feeder.write(block)
         if source.seekable and feeder.pending >= _WORTH_SKIPPING:
             # The scanner may want the beginning of the argument: it gets a little more before the rest is skipped.
@@ -307,6 +310,7 @@ def _feed(source: _Input, progress: Progress | None, feeder: _Feeder) -> Tables:
                 wanted -= len(head)
             if not wanted:
                 feeder.skip(source.skip(feeder.pending))
+                size = _AFTER_SKIPPING
         if progress is not None:
             progress(source.done, source.size)
     return feeder.finish()
