@@ -541,7 +541,8 @@ def test_a_function_without_module_is_found_by_search(flavor, monkeypatch):
     check(flavor, function)
     monkeypatch.setitem(sys.modules, module.__name__, module)
     check(flavor, function)
-    assert native_dumps(flavor, function) == flavor.module.dumps(function)
+    # With torch loaded, the search of the C pickler ends in an error of torch.classes: then both have to fail.
+    assert outcome(native_dumps, flavor, function) == outcome(flavor.module.dumps, function)
     module.holder.function = None
     check(flavor, function)
 
