@@ -7,6 +7,7 @@ import lzma
 import os
 import pickle
 import sys
+import tracemalloc
 import zipfile
 import zlib
 
@@ -109,6 +110,32 @@ def test_payload_is_skipped_not_read():
     file = Counting(pickle.dumps([bytes(64 * BLOCK), "end"], protocol=4))
     assert scan(file).payload_size > 64 * BLOCK
     assert file.taken < 3 * BLOCK
+
+
+def test_payloads_one_after_the_other_are_skipped_too():
+    file = Counting(pickle.dumps([[bytes(BLOCK), i] for i in range(50)], protocol=4))
+    assert scan(file).payload_size == len(file.getvalue())
+    assert file.taken < 5 * BLOCK
+
+
+def test_a_file_larger_than_memory(tmp_path):
+    path = tmp_path / "sparse.pkl"
+    with open(path, "wb") as file:
+        file.write(b"\x80\x05](")
+        for _ in range(4):
+            file.write(b"\x8e" + (1 << 33).to_bytes(8, "little"))
+            file.seek(1 << 33, io.SEEK_CUR)
+            file.write(b"}(\x8c\x01aK\x01u")
+        file.write(b"e.")
+    tracemalloc.start()
+    try:
+        report = scan(path)
+        assert report.payload_size == path.stat().st_size > 1 << 35
+        assert report.find("obj[0]").retained_size == (1 << 33) + 9
+        assert len(report.nodes) > 4
+        assert tracemalloc.get_traced_memory()[1] < 10 << 20
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("make", [bytes, io.BytesIO, Pipe])
