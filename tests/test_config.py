@@ -175,7 +175,7 @@ def test_python_calls_do_not_depend_on_the_folder(folder):
 
 def test_toml_is_read_only_if_there_is_something_to_read(tmp_path):
     write(tmp_path, "[project]\nname = 'x'\n")
-    code = f"import sys; from fastcap.config import find_settings; find_settings({str(tmp_path)!r}); print(*sys.modules)"
+    code = f"import sys; from fastcap.config import *; find_settings({str(tmp_path)!r}); print(*sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "fastcap.config" in run.stdout
     assert not {"tomllib", "tomli"} & set(run.stdout.split())

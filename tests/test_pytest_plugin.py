@@ -1,4 +1,4 @@
-"""The pytest plugin, in runs of its own: the marker, the fixture, settings, xdist, and what it costs who does not use it."""
+"""The pytest plugin, in runs of its own: marker, fixture, settings, xdist, and what it costs who does not use it."""
 
 import importlib.metadata
 import io
@@ -74,7 +74,8 @@ DUMPS = {
 
 def test_limit(run):
     code = "pytestmark = pytest.mark.limit_payload(pytest.LIMIT)\n" + "".join(
-        f"def test_{number}():\n    obj = Trainer()\n    {statement}\n" for number, statement in enumerate(DUMPS.values())
+        f"def test_{number}():\n    obj = Trainer()\n    {statement}\n"
+        for number, statement in enumerate(DUMPS.values())
     )
     result, output = run(code.replace("pytest.LIMIT", "'1 MiB'"))
     result.assert_outcomes(failed=len(DUMPS))
@@ -399,7 +400,8 @@ def test_nothing_is_loaded_by_a_run_that_does_not_use_it(pytester, run):
     pytester.makeconftest("""
 import sys
 def pytest_unconfigure():
-    print("loaded:", *(name for name in sys.modules if name.split(".")[0] in ("fastcap", "cloudpickle", "rich", "numpy")))
+    libraries = ("fastcap", "cloudpickle", "rich", "numpy")
+    print("loaded:", *(name for name in sys.modules if name.split(".")[0] in libraries))
 """)
     (pytester.path / "plain").mkdir()
     (pytester.path / "plain" / "test_plain.py").write_text("def test_plain():\n    pass\n")
