@@ -28,6 +28,8 @@ _TOP = 20  # rows per parent unless asked for more
 _DEPTH = 24  # levels unless asked for more
 _SHARE = 1000  # rows of less than this fraction of the payload are not shown unless asked for
 _CHILDREN = 64  # children of a node up to which all of them are looked at
+_MANY_CHILDREN = 1024  # children that are looked at, at most, if they are big enough (or more are asked for)
+_NONE = 1 << 62  # as a smallest size: no children
 _FEW = 10  # so many parts may explain an object; more of them are nobody's fault but the object's
 _EXPLAINED = 0.8  # of what an object retains, for its parts to be named in its place
 _CAPTURES = 50
@@ -64,8 +66,8 @@ def scan(
     """What a pickle consists of; nothing in it is executed or imported.
 
     ``source`` is a path, a bytes-like object or a binary file object, plain or compressed (gzip, bz2, xz, lz4, zstd),
-    or a file of ``torch.save``. ``buffers`` are its out-of-band buffers (PEP 574) or their sizes in bytes. ``progress``
-    is called with (bytes done, bytes in all or None). Raises `fastcap.PayloadError` for what is no pickle.
+    or a file of ``joblib.dump`` or ``torch.save``. ``buffers`` are its out-of-band buffers (PEP 574) or their sizes in
+    bytes. ``progress`` is called with (bytes done, bytes in all or None). Raises `fastcap.PayloadError` for what is no pickle.
     """
     tables, notes = scan_source(source, buffers=buffers, progress=progress)
     graph = Graph(tables)
@@ -168,7 +170,7 @@ def _row(explainer: Explainer, head: int, parent: int | None, depth: int, own_si
     view = explainer.reader.view(head)
     subject = explainer.subject(head)
     if own_size is None:
-        parts = explainer.parts(head, min_size=1, limit=_CHILDREN)
+        parts = explainer.parts(head, min_size=_NONE, limit=_CHILDREN)
         own_size = min(parts.own_size, view.retained_size)
     return NodeRow(
         path=explainer.path(head) or "",
@@ -242,7 +244,8 @@ class _Tree:
         while queue:
             _, _, shown = heapq.heappop(queue)
             view = explainer.reader.view(shown.head)
-            parts = explainer.parts(shown.head, min_size=self.min_size, limit=_CHILDREN)
+            most = max(_MANY_CHILDREN, self.top)
+            parts = explainer.parts(shown.head, min_size=self.min_size, limit=_CHILDREN, most=most)
             shown.own_size = min(parts.own_size, view.retained_size)
             shown.lent = parts.own_size - shown.own_size
             shown.own_count = parts.own_count
@@ -389,7 +392,7 @@ def _capture(explainer: Explainer, head: int) -> Capture:
         link = place.above
     return Capture(
         path=explainer.path(head) or "", type=subject.type, what=subject.what,
-        self_size=min(explainer.parts(head, min_size=1, limit=_CHILDREN).own_size, view.retained_size),
+        self_size=min(explainer.parts(head, min_size=_NONE, limit=_CHILDREN).own_size, view.retained_size),
         subtree_size=view.subtree_size, retained_size=view.retained_size, shared_by=explainer.holders(head),
         how=how, name=name, captured=captured, captured_type=captured_type, by=by, file=file, line=line,
     )  # fmt: skip

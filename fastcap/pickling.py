@@ -74,7 +74,7 @@ def _flavor(name: str) -> Flavor:
         flavor = Flavor(module, module.Pickler)
     except (AttributeError, KeyError) as error:
         raise ImportError(
-            f"flavor {name!r} is not supported: {module.__file__} lacks {error}; fastcap needs cloudpickle 3.0 or newer",
+            f"flavor {name!r} is not supported: {module.__file__} lacks {error}; cloudpickle 3.0 or newer is needed",
             name=f"{name}.cloudpickle",
         ) from error
     for method in ("_function_reduce", "_dynamic_function_reduce", "_function_getnewargs"):
@@ -318,7 +318,7 @@ class CloudPickler(_native.Pickler):
         """The reduce value of a function or class that goes by value; NotImplemented for everything else."""
         return self._reducer.reduce(self, obj)
 
-    def _native_reduce(self, obj: Any) -> Any:
+    def _native_reduce(self, obj: Any) -> Any:  # type: ignore[override]  # a method is f(pickler, obj) as well
         # The encoder takes this, and in __init__ the faster bound method, for what reducer_override above does: it
         # then asks for functions and classes only, unless a subclass has a reducer_override of its own.
         return self._reducer.reduce(self, obj)
@@ -341,9 +341,9 @@ _NATIVE_REDUCE: Any = _native.Pickler.__dict__["_native_reduce"]
 
 
 # ---- routing cloudpickle's own picklers ------------------------------------------------------------------------------
-# cloudpickle's class stays what it is, a subclass of the C pickler, and so do its subclasses, their instances, and every
-# isinstance: `__init__` and `dump` are exchanged. The C pickler under a routed pickler is initialised as ever, and is
-# the place where its hooks are read from; a native encoder does the work.
+# cloudpickle's class stays what it is, a subclass of the C pickler, and so do its subclasses, their instances and every
+# isinstance: only `__init__` and `dump` are exchanged. The C pickler under a routed pickler is initialised as ever, and
+# is the place where its hooks are read from; a native encoder does the work.
 
 _C_DISPATCH_TABLE: Any = _pickle.Pickler.__dict__["dispatch_table"]
 _C_MEMO: Any = _pickle.Pickler.__dict__["memo"]
@@ -404,7 +404,7 @@ def _persistent_id_of(pickler: Any) -> Any:
 
 def _routed_dump(pickler: Any, route: _Route, obj: Any) -> None:
     flavor = route.flavor
-    encoder = route.open()
+    encoder: Any = route.open()
     encoder.fast = pickler.fast
     try:
         table = _C_DISPATCH_TABLE.__get__(pickler)
@@ -462,14 +462,16 @@ def _clear_memo(pickler: Any) -> None:
         route.encoder.clear_memo()
 
 
-@functools.cache
 def _flavor_of_class(cls: type) -> Flavor:
     for name in FLAVORS:
-        # Not imported yet: then nothing can have inherited from it.
-        if f"{name}.cloudpickle" in sys.modules:
+        if f"{name}.cloudpickle" not in sys.modules:
+            continue  # nothing can have inherited from it
+        try:
             flavor = _flavor(name)
-            if issubclass(cls, flavor.pickler_class):
-                return flavor
+        except ImportError:
+            continue  # too old
+        if issubclass(cls, flavor.pickler_class):
+            return flavor
     raise TypeError(
         f"{cls.__qualname__} must also inherit from the CloudPickler of a flavor: {', '.join(FLAVORS)}"
     )
@@ -540,7 +542,7 @@ class _Installation:
         self.flavor = flavor
         self.count = 0
         self.patches: list[_Patch] = []
-        # Picklers with a native encoder: what they have dumped must not be forgotten when they go back to the C pickler.
+        # Picklers with a native encoder: when they go back to the C pickler, it has to know what they have dumped.
         self.picklers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         module, cls = flavor.module, flavor.pickler_class
         own_functions = {attribute: getattr(module, attribute) for attribute in ("dump", "dumps")}
@@ -559,8 +561,9 @@ class _Installation:
     def undo(self) -> None:
         for patch in reversed(self.patches):
             patch.undo()
-        for pickler in list(self.picklers.values()):
-            route = pickler.__dict__.pop(_ROUTE, None)
+        for reference in self.picklers.valuerefs():  # a snapshot: other threads may be adding to them
+            pickler = reference()
+            route = None if pickler is None else pickler.__dict__.pop(_ROUTE, None)
             if route is not None and route.encoder is not None:
                 _C_MEMO.__set__(pickler, route.encoder.memo.copy())
 
@@ -641,7 +644,7 @@ def _names(flavors: tuple[str, ...]) -> list[str]:
 
 
 def install(*flavors: str) -> list[str]:
-    """Make copies of cloudpickle native: ``install("ray.cloudpickle")``. Returns the names of the flavors it did that to.
+    """Make copies of cloudpickle native: ``install("ray.cloudpickle")``. Returns the names of the flavors.
 
     Their ``dump``, ``dumps``, ``Pickler`` and ``CloudPickler`` write the same bytes as before, in less time. Subclasses
     and registered reducers are kept, and the classes stay the same objects; code that has imported ``dumps`` by name
@@ -691,5 +694,5 @@ def installed(*flavors: str) -> Iterator[None]:
 
 
 _default = _flavor("cloudpickle")
-CloudPickler.dispatch_table = _default.pickler_class.dispatch_table  # type: ignore[attr-defined]
+CloudPickler.dispatch_table = _default.pickler_class.dispatch_table
 CloudPickler.dispatch = CloudPickler.dispatch_table
