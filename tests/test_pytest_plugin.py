@@ -377,7 +377,7 @@ def test_assert_portable(run, pytester):
 
 
 def test_flavor(run, pytester):
-    pytest.importorskip("joblib", reason="joblib is not installed")
+    pytest.importorskip("joblib.externals.cloudpickle", reason="joblib and its cloudpickle are not installed")
     code = """
 class Marked:
     pass
