@@ -404,6 +404,10 @@ cdef class Pickler:
     cdef list delayed               # compact mode: what is to be written to the file when the dump has succeeded
     cdef list answers               # compact mode: what buffer_callback has answered, in order
     cdef Py_ssize_t answer          # how many of them have been used again
+    cdef object rebuild_tensor      # compact mode: torch._utils._rebuild_tensor_v2 where torch is loaded, else None
+    cdef dict storages              # address of a torch storage's data -> StorageParts, this attempt
+    cdef dict extents               # address of a torch storage's data -> (first byte, end) that tensors reach
+    cdef bint extents_grew          # a tensor reached beyond what had been written of its storage
     cdef bint has_pers
     cdef bint has_dispatch
     cdef bint pers_bound            # pers_func is a function to be called with the pickler as its first argument
@@ -756,6 +760,9 @@ cdef int end_dump(Pickler self) except -1:
     self.fast_memo = None
     self.delayed = None
     self.answers = None
+    self.rebuild_tensor = None
+    self.storages = None
+    self.extents = None
     log_free(&self.left_out)
     if SINCE_313:
         self.pers_func = None
@@ -783,28 +790,37 @@ class FoundAgain(Exception):
 cdef int dump_object(Pickler self, PyObject* obj) except -1:
     cdef Py_ssize_t memoized = self.memo_table.count
     cdef uint64_t generation = self.memo_table.generation
-    self.thrifty = self.compact and not self.fast_
+    cdef int attempt
     self.opaque = False
+    self.thrifty = self.compact and not self.fast_
+    self.rebuild_tensor = find_rebuild_tensor() if self.thrifty and self.proto >= 5 else None
     if not self.thrifty:
         return dump_once(self, obj)
     self.answers = None if self.buffer_callback is None else []
-    self.answer = 0
-    self.delayed = None if self.in_memory else []
-    try:
-        return dump_once(self, obj)
-    except FoundAgain:
-        pass
-    # Start again and memoize everything. Reducers are asked twice, but buffers are not handed out twice.
-    while self.depth:
-        pop(self)
-    if self.memo_table.generation == generation and not memo_truncate(&self.memo_table, memoized):
-        raise MemoryError
-    if self.delayed is not None:
-        self.delayed = []
-    log_free(&self.left_out)
-    self.thrifty = False
-    self.answer = 0
-    return dump_once(self, obj)
+    self.extents = {}
+    # An attempt that turns out to rest on a wrong guess is thrown away. Reducers are asked again then, but buffers are
+    # not handed out twice.
+    for attempt in range(4):
+        self.answer = 0
+        self.delayed = None if self.in_memory else []
+        self.storages = {}
+        self.extents_grew = False
+        try:
+            dump_once(self, obj)
+            if not self.extents_grew:
+                return 0
+        except FoundAgain:
+            self.thrifty = False        # memoize everything
+        while self.depth:
+            pop(self)
+        log_free(&self.left_out)
+        # Where a callback has cleared or replaced the memo, what it left is all there is to go on from.
+        if self.memo_table.generation == generation and not memo_truncate(&self.memo_table, memoized):
+            raise MemoryError
+        generation = self.memo_table.generation
+        if attempt == 2:
+            self.rebuild_tensor = None  # tensors that come up in other forms each time are left to torch
+    raise PicklingError("compact mode: the reducers give other objects each time they are asked")
 
 
 cdef int write_delayed(Pickler self) except -1:
@@ -2683,6 +2699,8 @@ cdef int save_value(Pickler self, object value, PyObject* obj) except -1:
         return save_global(self, <object>obj, value)
     if not isinstance(value, tuple):
         raise PicklingError("__reduce__ must return a string or tuple")
+    if self.rebuild_tensor is not None and len(<tuple>value) == 2 and (<tuple>value)[0] is self.rebuild_tensor:
+        value = compact_tensor(self, <tuple>value)
     return begin_reduce(self, <PyObject*>value, obj)
 
 
@@ -2726,6 +2744,101 @@ cdef extern from *:
     static inline int fastcap_pending_error(void) { return -1; }
     """
     int reraise "fastcap_pending_error" () except -1
+
+
+# -- torch tensors
+
+cdef class Stand:
+    """Stands for an object of the stream that does not exist here; reduces to what makes it."""
+    cdef tuple value
+
+    def __reduce__(self):
+        return self.value
+
+
+cdef class StorageParts:
+    """What has been written of a torch storage: bytes [start, end) as one buffer, and storages of some types upon it."""
+    cdef object storage         # keeps the storage, and with it its address, alive
+    cdef Py_ssize_t start       # bytes
+    cdef Py_ssize_t end         # bytes
+    cdef Stand data             # a one-dimensional uint8 tensor
+    cdef dict typed             # dtype -> Stand for a TypedStorage
+
+
+cdef object find_rebuild_tensor():
+    module = sys.modules.get("torch._utils")
+    return getattr(module, "_rebuild_tensor_v2", None) if "torch" in sys.modules else None
+
+
+cdef tuple compact_tensor(Pickler self, tuple value):
+    """The reduce value of a dense tensor in memory with its storage written as one buffer, instead of by torch.save.
+
+    The stream holds only functions of torch: Tensor._typed_storage of a tensor upon a bytearray (torch.frombuffer) takes
+    the place of the storage that torch's own reduce value has. Tensors that share a storage share it again; of the
+    storage, only the bytes between the first and the last that any tensor reaches are written. How far they reach is
+    known at the end, so a tensor that reaches further than those before it makes for another attempt.
+    """
+    cdef Py_ssize_t width, first, low, high, number, step
+    cdef StorageParts parts
+    cdef tuple args
+    torch = sys.modules["torch"]
+    args = value[1]
+    if len(args) < 4 or type(args[0]) is not torch.storage.TypedStorage:
+        return value
+    storage = args[0]._untyped_storage
+    if type(storage) is not torch.UntypedStorage or storage.device.type != "cpu":
+        return value
+    dtype = args[0].dtype
+    width = dtype.itemsize
+    first = args[1]
+    low = first * width
+    high = low + width
+    for number, step in zip(args[2], args[3]):
+        if number == 0:
+            return value
+        high += (number - 1) * step * width
+    if low < 0 or high > storage.nbytes():
+        return value
+    address = storage.data_ptr()
+    parts = self.storages.get(address)
+    if parts is None:
+        parts = write_storage(self, torch, storage, address, low, high)
+    elif low < parts.start or high > parts.end:
+        before = self.extents[address]
+        self.extents[address] = (min(low, before[0]), max(high, before[1]))
+        self.extents_grew = True
+        low = parts.start       # what is written now will be thrown away
+    if (parts.end - parts.start) % width:
+        return value
+    typed = parts.typed.get(dtype)
+    if typed is None:
+        viewed = parts.data if dtype is torch.uint8 else stand((torch.Tensor.view, (parts.data, dtype)))
+        typed = parts.typed[dtype] = stand((torch.Tensor._typed_storage, (viewed,)))
+    return value[0], (typed, (low - parts.start) // width, *args[2:])
+
+
+cdef StorageParts write_storage(Pickler self, object torch, object storage, object address, Py_ssize_t low,
+                                Py_ssize_t high):
+    """Plan to write as much of a storage as is known to be needed, in units of 16 bytes, the widest element."""
+    cdef StorageParts parts = StorageParts.__new__(StorageParts)
+    if address in self.extents:
+        low, high = self.extents[address]
+    self.extents[address] = (low, high)
+    parts.storage = storage
+    parts.start = low - low % 16
+    parts.end = min(high + 15 - (high + 15) % 16, <Py_ssize_t>storage.nbytes())
+    data = torch.empty(0, dtype=torch.uint8).set_(storage)[parts.start:parts.end].numpy()
+    from_buffer = partial(torch.frombuffer, dtype=torch.uint8)
+    parts.data = stand((from_buffer, (pickle.PickleBuffer(data),)))
+    parts.typed = {}
+    self.storages[address] = parts
+    return parts
+
+
+cdef Stand stand(tuple value):
+    cdef Stand made = Stand.__new__(Stand)
+    made.value = value
+    return made
 
 
 # -- reduce values
