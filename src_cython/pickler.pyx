@@ -310,10 +310,17 @@ cdef enum:
     F_BUILD = 2         # write BUILD after the end
     F_GUARDED = 4       # obj's address is in `fast_memo`
     F_ALONE = 8         # compact mode: nothing but its owner refers to obj, which stays out of the memo
+    F_TEMPORARY = 16    # compact mode: what obj holds alone dies with it
 
 cdef enum:
     # How many references to an object the pickler holds beside its owner when it calls save; see `alone`.
     OWN_UNKNOWN = -1000     # the object may come up again whatever its reference count says
+    OWN_TEMPORARY = 1 << 20 # a bit: the owner was made by a reducer and dies before the dump ends
+
+cdef enum:
+    # What `alone` answers.
+    ALONE = 1
+    ALONE_TEMPORARY = 2     # and its owner dies before the dump ends: it cannot be found again
 
 cdef struct TypeInfo:
     PyTypeObject* type          # borrowed, compared only; a dead type's version never comes back
@@ -1389,7 +1396,7 @@ cdef int save_leaf_text(Pickler self, PyObject* obj, int own) except -1:
     cdef Py_ssize_t size
     cdef Py_ssize_t position
     cdef char* p
-    cdef bint single = alone(self, obj, own)
+    cdef int single = alone(self, obj, own)
     if not single:
         position = memo_find(&self.memo_table, obj, &slot)
         if position >= 0:
@@ -1409,7 +1416,7 @@ cdef int save_leaf_text(Pickler self, PyObject* obj, int own) except -1:
     p[1] = <char>size
     self.out.next = put_bytes(p + 2, <const char*>PyUnicode_DATA(obj), size)
     if single:
-        leave_out(self, obj)
+        leave_out(self, obj, single)
     else:
         memoize_at(self, obj, slot)
     return 1
@@ -1462,21 +1469,37 @@ cdef inline void called(Pickler self) noexcept:
     self.opaque = True
 
 
-cdef inline bint alone(Pickler self, PyObject* obj, int own) noexcept:
+cdef inline int alone(Pickler self, PyObject* obj, int own) noexcept:
     """Compact mode: whether nothing but its one owner refers to an object, which is then met only once.
 
     The owner is the container, the instance or the iterator's result being saved, and is itself met only once: it is
     memoized, or alone in turn. `own` is the number of references that the pickler holds beside the owner's (or
     OWN_UNKNOWN). An object that is alone is not in the memo, because the memo would hold a reference to it.
     """
-    return self.thrifty and refcount(obj) - own <= 1
+    if not self.thrifty or refcount(obj) - (own & ~OWN_TEMPORARY) > 1:
+        return 0
+    return ALONE_TEMPORARY if own & OWN_TEMPORARY else ALONE
 
 
-cdef inline int leave_out(Pickler self, PyObject* obj) except -1:
-    """Note an object that is alone, instead of memoizing it."""
-    if not log_add(&self.left_out, obj):
+cdef inline int leave_out(Pickler self, PyObject* obj, int single) except -1:
+    """Note an object that is alone, instead of memoizing it. `single` is what `alone` has answered.
+
+    Temporaries are not noted: other objects will soon have their addresses.
+    """
+    if single == ALONE and not log_add(&self.left_out, obj):
         raise MemoryError
     return 0
+
+
+cdef inline int items_own(int flags) noexcept:
+    """What to pass to save for an item that an object in a frame with these flags holds."""
+    return OWN_TEMPORARY if flags & F_TEMPORARY else 0
+
+
+cdef inline int alone_flags(int single) noexcept:
+    if single == 0:
+        return 0
+    return F_ALONE if single == ALONE else F_ALONE | F_TEMPORARY
 
 
 cdef int check_first(Pickler self, PyObject* obj) except -1:
@@ -1493,7 +1516,7 @@ cdef int save_object(Pickler self, PyObject* obj, int own) except -1:
     cdef PyTypeObject* t = type_of(obj)
     cdef size_t slot = 0
     cdef Py_ssize_t position
-    cdef bint single
+    cdef int single
     if t == &PyUnicode_Type:
         return save_unicode(self, obj, own)
     if t == &PyLong_Type:
@@ -1627,7 +1650,7 @@ cdef inline int save_unicode(Pickler self, PyObject* obj, int own) except -1:
     cdef Py_ssize_t size
     cdef Py_ssize_t position
     cdef char* p
-    cdef bint single = alone(self, obj, own)
+    cdef int single = alone(self, obj, own)
     if not single:
         position = memo_find(&self.memo_table, obj, &slot)
         if position >= 0:
@@ -1646,7 +1669,7 @@ cdef inline int save_unicode(Pickler self, PyObject* obj, int own) except -1:
     p[1] = <char>size
     self.out.next = put_bytes(p + 2, <const char*>PyUnicode_DATA(obj), size)
     if single:
-        return leave_out(self, obj)
+        return leave_out(self, obj, single)
     return memoize_at(self, obj, slot)
 
 
@@ -1666,7 +1689,7 @@ cdef Py_ssize_t text_header(Pickler self, char* header, Py_ssize_t size) except 
     raise OverflowError("serializing a string larger than 4 GiB requires pickle protocol 4 or higher")
 
 
-cdef int save_long_text(Pickler self, PyObject* obj, Py_ssize_t size, bint single) except -1:
+cdef int save_long_text(Pickler self, PyObject* obj, Py_ssize_t size, int single) except -1:
     """ASCII text of any size."""
     held = <object>obj          # the writer may drop the caller's reference
     cdef char header[9]
@@ -1679,10 +1702,10 @@ cdef int save_long_text(Pickler self, PyObject* obj, Py_ssize_t size, bint singl
         view.text = <object>obj
         payload = memoryview(view)
         put_payload(self, header, header_size, <const char*>PyUnicode_DATA(obj), size, <PyObject*>payload)
-    return leave_out(self, obj) if single else memoize(self, obj)
+    return leave_out(self, obj, single) if single else memoize(self, obj)
 
 
-cdef int save_other_text(Pickler self, PyObject* obj, bint single) except -1:
+cdef int save_other_text(Pickler self, PyObject* obj, int single) except -1:
     """Text that is not ASCII, and all text in protocol 0."""
     held = <object>obj
     cdef char header[9]
@@ -1691,7 +1714,7 @@ cdef int save_other_text(Pickler self, PyObject* obj, bint single) except -1:
     fastcap_unicode_ready(obj)
     if not self.bin_:
         put_escaped(self, obj)
-        return leave_out(self, obj) if single else memoize(self, obj)
+        return leave_out(self, obj, single) if single else memoize(self, obj)
     size = utf8_size(obj)
     header_size = text_header(self, header, size)
     if size < FRAME_SIZE_TARGET:
@@ -1708,7 +1731,7 @@ cdef int save_other_text(Pickler self, PyObject* obj, bint single) except -1:
         data = PyBytes_FromStringAndSize(NULL, size)
         put_utf8(bytes_data(<PyObject*>data), obj)
         put_payload(self, header, header_size, bytes_data(<PyObject*>data), size, <PyObject*>data)
-    return leave_out(self, obj) if single else memoize(self, obj)
+    return leave_out(self, obj, single) if single else memoize(self, obj)
 
 
 cdef Py_ssize_t utf8_size(PyObject* text) noexcept:
@@ -1794,7 +1817,7 @@ cdef int put_escaped(Pickler self, PyObject* text) except -1:
     return 0
 
 
-cdef int save_bytes(Pickler self, PyObject* obj, bint single) except -1:
+cdef int save_bytes(Pickler self, PyObject* obj, int single) except -1:
     data = <bytes>obj
     if self.proto >= 3:
         return save_bytes_data(self, obj, bytes_data(obj), bytes_size(obj), obj, single)
@@ -1807,7 +1830,7 @@ cdef int save_bytes(Pickler self, PyObject* obj, bint single) except -1:
 
 
 cdef int save_bytes_data(Pickler self, PyObject* obj, const char* data, Py_ssize_t size, PyObject* payload,
-                         bint single) except -1:
+                         int single) except -1:
     cdef char header[9]
     cdef Py_ssize_t header_size
     if size <= 0xff:
@@ -1825,19 +1848,19 @@ cdef int save_bytes_data(Pickler self, PyObject* obj, const char* data, Py_ssize
     else:
         raise OverflowError("serializing a bytes object larger than 4 GiB requires pickle protocol 4 or higher")
     put_payload(self, header, header_size, data, size, payload)
-    return leave_out(self, obj) if single else memoize(self, obj)
+    return leave_out(self, obj, single) if single else memoize(self, obj)
 
 
 cdef int save_bytearray_data(Pickler self, PyObject* obj, const char* data, Py_ssize_t size,
-                             PyObject* payload, bint single) except -1:
+                             PyObject* payload, int single) except -1:
     cdef char header[9]
     header[0] = <char>OP_BYTEARRAY8
     put_u64(header + 1, size)
     put_payload(self, header, 9, data, size, payload)
-    return leave_out(self, obj) if single else memoize(self, obj)
+    return leave_out(self, obj, single) if single else memoize(self, obj)
 
 
-cdef int save_bytearray(Pickler self, PyObject* obj, bint single) except -1:
+cdef int save_bytearray(Pickler self, PyObject* obj, int single) except -1:
     held = <object>obj
     if self.proto >= 5:
         return save_bytearray_data(self, obj, bytearray_data(obj), bytearray_size(obj), obj, single)
@@ -1884,17 +1907,17 @@ cdef int save_picklebuffer(Pickler self, PyObject* obj) except -1:
     # A flat view: writers ask for C-contiguous bytes, whatever the shape and order of the exporter.
     payload = buffer.raw() if view.len >= FRAME_SIZE_TARGET and not self.in_memory else buffer
     if readonly:
-        return save_bytes_data(self, obj, <const char*>view.buf, view.len, <PyObject*>payload, False)
-    return save_bytearray_data(self, obj, <const char*>view.buf, view.len, <PyObject*>payload, False)
+        return save_bytes_data(self, obj, <const char*>view.buf, view.len, <PyObject*>payload, 0)
+    return save_bytearray_data(self, obj, <const char*>view.buf, view.len, <PyObject*>payload, 0)
 
 
 # -- containers
 
-cdef int save_tuple(Pickler self, PyObject* obj, bint single) except -1:
+cdef int save_tuple(Pickler self, PyObject* obj, int single) except -1:
     cdef Py_ssize_t size = tuple_size(obj)
     cdef Py_ssize_t position = 0
     # A tuple is memoized after its items. If it contains itself it is met again before that, and its items with it.
-    cdef int own = 0 if single else OWN_UNKNOWN
+    cdef int own = items_own(alone_flags(single)) if single else OWN_UNKNOWN
     cdef Frame* f
     if size == 0:
         if self.proto:
@@ -1910,11 +1933,10 @@ cdef int save_tuple(Pickler self, PyObject* obj, bint single) except -1:
     if position == size and not self.fast_:
         # No user code has run: it is neither in the memo by now nor shared.
         put(self, OP_TUPLE if size > 3 else OP_TUPLE1 - 1 + size)
-        return leave_out(self, obj) if single else memoize(self, obj)
+        return leave_out(self, obj, single) if single else memoize(self, obj)
     f = push(self, K_TUPLE, obj)
     f.pos = position
-    if single:
-        f.flags |= F_ALONE
+    f.flags |= alone_flags(single)
     return 1
 
 
@@ -1924,14 +1946,14 @@ cdef int step_tuple(Pickler self, Frame* f) except -1:
     cdef Py_ssize_t position
     cdef Py_ssize_t i
     cdef size_t slot
-    cdef int own = 0 if f.flags & F_ALONE else OWN_UNKNOWN      # see save_tuple
+    cdef int own = items_own(f.flags) if f.flags & F_ALONE else OWN_UNKNOWN     # see save_tuple
     while f.pos < size:
         f.pos += 1
         if not save_leaf(self, tuple_item(obj, f.pos - 1), own) and save(self, tuple_item(obj, f.pos - 1), own):
             return 1
     if f.flags & F_ALONE and refcount(obj) <= 2:
         put(self, OP_TUPLE if size > 3 or self.proto < 2 else OP_TUPLE1 - 1 + size)
-        leave_out(self, obj)
+        leave_out(self, obj, ALONE_TEMPORARY if f.flags & F_TEMPORARY else ALONE)
         return 0
     # A tuple that is in the memo by now contains itself: throw its items away and fetch it.
     position = memo_find(&self.memo_table, obj, &slot)
@@ -1955,7 +1977,7 @@ cdef int step_tuple(Pickler self, Frame* f) except -1:
     return 0
 
 
-cdef int save_list(Pickler self, PyObject* obj, size_t slot, bint single) except -1:
+cdef int save_list(Pickler self, PyObject* obj, size_t slot, int single) except -1:
     cdef Frame* f
     cdef Py_ssize_t size
     cdef Py_ssize_t position = 0
@@ -1970,7 +1992,7 @@ cdef int save_list(Pickler self, PyObject* obj, size_t slot, bint single) except
         put(self, OP_MARK)
         put(self, OP_LIST)
     if single:
-        leave_out(self, obj)
+        leave_out(self, obj, single)
     else:
         memoize_at(self, obj, slot)
     size = list_size(obj)
@@ -1988,7 +2010,7 @@ cdef int save_list(Pickler self, PyObject* obj, size_t slot, bint single) except
         put(self, OP_MARK)
     if size < BATCH_SIZE:
         # Leaves up to the first other item need no frame, and often there is no other item.
-        while position < size and save_leaf(self, list_item(obj, position), 0):
+        while position < size and save_leaf(self, list_item(obj, position), items_own(alone_flags(single))):
             position += 1
         if position == size:
             put(self, OP_APPENDS if size > 1 else OP_APPEND)
@@ -2001,6 +2023,7 @@ cdef int save_list(Pickler self, PyObject* obj, size_t slot, bint single) except
     f.batch = <int>position
     if size == 1:
         f.flags |= F_SINGLE
+    f.flags |= alone_flags(single)
     return 1
 
 
@@ -2025,7 +2048,8 @@ cdef int step_list(Pickler self, Frame* f) except -1:
         else:
             if f.pos >= list_size(obj):
                 break
-            if not save_leaf(self, list_item(obj, f.pos), 0) and save(self, list_item(obj, f.pos), 0):
+            if (not save_leaf(self, list_item(obj, f.pos), items_own(f.flags))
+                    and save(self, list_item(obj, f.pos), items_own(f.flags))):
                 f.step = 1
                 return 1
         f.pos += 1
@@ -2043,7 +2067,7 @@ cdef int step_list(Pickler self, Frame* f) except -1:
     return 0
 
 
-cdef int save_dict(Pickler self, PyObject* obj, size_t slot, bint single) except -1:
+cdef int save_dict(Pickler self, PyObject* obj, size_t slot, int single) except -1:
     cdef Frame* f = NULL
     if self.fast_:
         f = push(self, K_DICT, obj)
@@ -2053,7 +2077,7 @@ cdef int save_dict(Pickler self, PyObject* obj, size_t slot, bint single) except
         put(self, OP_MARK)
         put(self, OP_DICT)
     if single:
-        leave_out(self, obj)
+        leave_out(self, obj, single)
     else:
         memoize_at(self, obj, slot)
     if dict_size(obj) == 0:
@@ -2066,7 +2090,7 @@ cdef int save_dict(Pickler self, PyObject* obj, size_t slot, bint single) except
         items = iter((<object>obj).items())
         push_batch(self, K_BATCH_DICT, <PyObject*>items)
         return 1
-    return save_items(self, obj, f, 0)
+    return save_items(self, obj, f, alone_flags(single))
 
 
 cdef int save_items(Pickler self, PyObject* obj, Frame* f, int flags) except -1:
@@ -2083,11 +2107,11 @@ cdef int save_items(Pickler self, PyObject* obj, Frame* f, int flags) except -1:
     if size < BATCH_SIZE:
         # Leaves up to the first other value need no frame, and often there is no other value.
         while PyDict_Next(obj, &position, &key, &value):
-            if not save_leaf(self, key, 0):
+            if not save_leaf(self, key, items_own(flags)):
                 position -= 1
                 value = NULL
                 break
-            if not save_leaf(self, value, 0):
+            if not save_leaf(self, value, items_own(flags)):
                 break
             count += 1
         if count == size:
@@ -2123,8 +2147,8 @@ cdef int step_dict(Pickler self, Frame* f) except -1:
         if f.step == 0:
             if not PyDict_Next(obj, &f.pos, &key, &value):
                 break
-            if save_leaf(self, key, 0):
-                if save_leaf(self, value, 0):
+            if save_leaf(self, key, items_own(f.flags)):
+                if save_leaf(self, value, items_own(f.flags)):
                     f.step = 3
                 else:
                     f.step = 1
@@ -2136,11 +2160,11 @@ cdef int step_dict(Pickler self, Frame* f) except -1:
                 f.b = key
                 if f.step == 0:
                     f.step = 1
-                    if save(self, key, 1):
+                    if save(self, key, 1 | items_own(f.flags)):
                         return 1
         if f.step == 1:
             f.step = 2
-            if save(self, f.a, 1):
+            if save(self, f.a, 1 | items_own(f.flags)):
                 return 1
         if f.step == 2:
             key = f.b
@@ -2175,7 +2199,7 @@ cdef inline int check_size(Frame* f, Py_ssize_t size) except -1:
     return 0
 
 
-cdef int save_set(Pickler self, PyObject* obj, bint single) except -1:
+cdef int save_set(Pickler self, PyObject* obj, int single) except -1:
     cdef Frame* f
     if self.proto < 4:
         held = <object>obj
@@ -2183,7 +2207,7 @@ cdef int save_set(Pickler self, PyObject* obj, bint single) except -1:
         return begin_reduce(self, <PyObject*>value, obj)
     put(self, OP_EMPTY_SET)
     if single and not fastcap_set_has_weakrefs(obj):
-        leave_out(self, obj)
+        leave_out(self, obj, single)
     else:
         memoize(self, obj)
     if set_size(obj) == 0:
@@ -2191,6 +2215,7 @@ cdef int save_set(Pickler self, PyObject* obj, bint single) except -1:
     put(self, OP_MARK)
     f = push(self, K_SET, obj)
     f.size = set_size(obj)
+    f.flags |= alone_flags(single)
     return 1
 
 
@@ -2205,7 +2230,7 @@ cdef int step_set(Pickler self, Frame* f) except -1:
         else:
             if not _PySet_NextEntry(obj, &f.pos, &item, &hash_):
                 break
-            if save(self, item, 0):
+            if save(self, item, items_own(f.flags)):
                 f.step = 1
                 return 1
         f.batch += 1
@@ -2219,15 +2244,15 @@ cdef int step_set(Pickler self, Frame* f) except -1:
     return 0
 
 
-cdef int save_frozenset(Pickler self, PyObject* obj, bint single) except -1:
+cdef int save_frozenset(Pickler self, PyObject* obj, int single) except -1:
     cdef Frame* f
     if self.proto < 4:
         held = <object>obj
         value = (frozenset, (list(held),))
         return begin_reduce(self, <PyObject*>value, obj)
     f = push(self, K_FROZENSET, obj)
-    if single and not fastcap_set_has_weakrefs(obj):
-        f.flags |= F_ALONE
+    if not fastcap_set_has_weakrefs(obj):
+        f.flags |= alone_flags(single)
     put(self, OP_MARK)
     return 1
 
@@ -2239,11 +2264,11 @@ cdef int step_frozenset(Pickler self, Frame* f) except -1:
     cdef size_t slot
     cdef Py_ssize_t position
     while _PySet_NextEntry(obj, &f.pos, &item, &hash_):
-        if save(self, item, 0 if f.flags & F_ALONE else OWN_UNKNOWN):     # see save_tuple
+        if save(self, item, items_own(f.flags) if f.flags & F_ALONE else OWN_UNKNOWN):     # see save_tuple
             return 1
     if f.flags & F_ALONE and refcount(obj) <= 2 and not fastcap_set_has_weakrefs(obj):
         put(self, OP_FROZENSET)
-        leave_out(self, obj)
+        leave_out(self, obj, ALONE_TEMPORARY if f.flags & F_TEMPORARY else ALONE)
         return 0
     position = memo_find(&self.memo_table, obj, &slot)
     if position >= 0:
@@ -2315,7 +2340,7 @@ cdef inline PyObject* next_item(Pickler self, Frame* f) except? NULL:
 cdef int save_owned(Pickler self, PyObject* obj) except -1:
     """Save an object and drop the caller's reference to it."""
     try:
-        return save(self, obj, 0)      # the iterator's reference, now ours, is the owner's
+        return save(self, obj, OWN_TEMPORARY)      # the iterator's reference, now ours, is the owner's
     finally:
         decref(obj)
 
@@ -2327,7 +2352,7 @@ cdef int step_batch_dict(Pickler self, Frame* f) except -1:
         if f.obj != NULL:
             while f.pos < 2:
                 f.pos += 1
-                if save(self, tuple_item(f.obj, f.pos - 1), 0 if refcount(f.obj) == 1 else OWN_UNKNOWN):
+                if save(self, tuple_item(f.obj, f.pos - 1), OWN_TEMPORARY if refcount(f.obj) == 1 else OWN_UNKNOWN):
                     return 1
             f.pos = 0
             pair = f.obj
@@ -2959,7 +2984,7 @@ cdef int step_reduce(Pickler self, Frame* f) except -1:
     cdef Py_ssize_t position
     cdef int step
     # A reduce value that its reducer has kept may come up again, and its items with it.
-    cdef int own = 0 if refcount(value) == 1 else OWN_UNKNOWN
+    cdef int own = OWN_TEMPORARY if refcount(value) == 1 else OWN_UNKNOWN
     while True:
         step = f.step
         f.step = step + 1
@@ -2968,7 +2993,7 @@ cdef int step_reduce(Pickler self, Frame* f) except -1:
                 return 1
         elif step == R_NEWOBJ_ARGS:
             f.b = PyTuple_GetSlice(arguments, 1, tuple_size(arguments))
-            if save(self, f.b, 0):
+            if save(self, f.b, OWN_TEMPORARY):
                 return 1
         elif step == R_NEWOBJ:
             put(self, OP_NEWOBJ)
@@ -3198,7 +3223,7 @@ cdef int save_state(Pickler self, PyObject* state) except -1:
     """Write a state and BUILD; takes over the reference `state`."""
     cdef size_t slot = 0
     cdef Py_ssize_t position
-    cdef bint single
+    cdef int single
     cdef Frame* f
     try:
         if self.out.next >= self.out.limit:
@@ -3214,7 +3239,7 @@ cdef int save_state(Pickler self, PyObject* state) except -1:
                     check_first(self, state)
                 put(self, OP_EMPTY_DICT)
                 if single:
-                    leave_out(self, state)
+                    leave_out(self, state, single)
                 else:
                     memoize_at(self, state, slot)
                 if dict_size(state):
