@@ -1018,7 +1018,8 @@ cdef int grow(Pickler self, Py_ssize_t size) except -1:
     """Enlarge the buffer; big blocks are moved by the kernel (mremap), not copied."""
     cdef Py_ssize_t used = self.out.next - self.out.start
     cdef Py_ssize_t room = self.out.end - self.out.start
-    room = max(room + room // 2, used + size + 2 * BUFFER_SLACK)
+    # What comes after a big payload is often small: room for it now saves moving the payload soon after.
+    room = max(room + room // 2, used + size + (FRAME_SIZE_TARGET if size >= FRAME_SIZE_TARGET else 2 * BUFFER_SLACK))
     return resize(self, room)
 
 
