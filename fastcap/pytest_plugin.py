@@ -117,8 +117,8 @@ def _judge(item: pytest.Item, budget: _Budget, found: Recording) -> str:
     if len(over) > _SHOWN:
         lines.append(f"\n[{len(over) - _SHOWN} more]")
     lines.extend(
-        f"the test imported {name}: what it pickled with that was not seen by {MARKER}. Import it before the test runs, "
-        "at the top of its module or in conftest.py"
+        f"the test imported {name}: what it pickled with that was not seen by {MARKER}. Import it before the test "
+        "runs, at the top of its module or in conftest.py"
         for name in found.missed
     )
     return "\n".join(lines)

@@ -995,7 +995,16 @@ cdef class Scanner:
                         n = p[1] if info.kind == ARG_COUNT1 else read_u32(p + 1)
                     if n <= WHOLE_KEPT and n <= <uint64_t>(end - q) and node_count < self.max_nodes:
                         q += n
-                        fill_node(lane.nodes + node_count, op, net, shift + <uint64_t>q)
+                        node = lane.nodes + node_count
+                        fill_node(node, op, net, shift + <uint64_t>q)
+                        # nearly always memoized at once
+                        if q < end and q[0] == OP_MEMOIZE and lane.memoized < lane.memo_capacity \
+                                and lane.memo[lane.memoized] == NO_INDEX:
+                            q += 1
+                            node.end += 1
+                            node.memo = lane.memoized
+                            lane.memo[lane.memoized] = node_count
+                            lane.memoized += 1
                         top.start = net
                         top.id = node_count
                         top.what = TAG_NODE | <uint32_t>op << 8

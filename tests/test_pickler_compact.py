@@ -46,9 +46,13 @@ def assert_compact(obj, protocol=5, **options):
     pickler = native.Pickler(file, protocol, compact=True)
     pickler.dump(obj)
     assert len(compact) <= len(exact)
-    assert memoized(compact) <= memoized(exact)
     loaded = pickle.loads(compact)
-    assert strategies.difference(loaded, pickle.loads(exact)) is None
+    if b"torch" in compact:
+        # torch's own reducers lose the sharing of storages, which compact mode keeps.
+        assert strategies.difference(loaded, obj) is None
+    else:
+        assert memoized(compact) <= memoized(exact)
+        assert strategies.difference(loaded, pickle.loads(exact)) is None
     if not options:
         assert strategies.difference(pickle.loads(file.getvalue()), loaded) is None
     return loaded
@@ -291,6 +295,84 @@ def test_library_containers():
     stamp = datetime.datetime(2020, 1, 2)
     assert_compact([collections.OrderedDict(a=[1]), collections.deque([[1], [2]]), collections.defaultdict(list, {"a": [1]}),
                     collections.Counter("abca"), stamp, stamp, [datetime.date(2020, 1, n) for n in range(1, 20)]])
+
+
+# ---- torch
+
+
+@pytest.fixture
+def torch():
+    return pytest.importorskip("torch", reason="needs torch")
+
+
+def test_tensors(torch):
+    matrix = torch.arange(24.0).reshape(4, 6)
+    tensors = [
+        matrix, matrix.T, matrix[1:3], matrix[:, ::2], matrix[2, 3], matrix.view(torch.int32), torch.tensor(5),
+        torch.randn(3, requires_grad=True), torch.nn.Parameter(torch.randn(2, 2)), torch.zeros(3).expand(4, 3),
+        torch.nn.Parameter(torch.arange(3), requires_grad=False), torch.empty(0), torch.empty(0, 5), torch.empty(3, 0)[1:],
+        torch.arange(5, dtype=torch.int8)[1:], torch.arange(7, dtype=torch.uint8)[3:],
+    ]
+    tensors += [torch.ones(3, dtype=getattr(torch, name)) for name in
+                ("bfloat16", "float16", "float64", "bool", "int16", "int64", "complex64", "complex128")]
+    tensors += [torch.ones(3, dtype=torch.complex64).conj(), torch.ones(2, 2).to_sparse(), torch.nn.Linear(3, 4)]
+    for tensor in tensors:
+        assert_compact(tensor)
+    loaded = assert_compact(tensors)
+    assert loaded[0].data_ptr() == loaded[1].data_ptr() == loaded[5].data_ptr()
+    loaded[0][1, 0] = 99
+    assert loaded[2][0, 0] == 99
+    for tensor, original in zip(loaded, tensors):
+        if isinstance(original, torch.Tensor) and not original.is_sparse:
+            assert (tensor.dtype, tensor.stride(), tensor.requires_grad, tensor.is_leaf) == (
+                original.dtype, original.stride(), original.requires_grad, original.is_leaf)
+
+
+def test_streams_of_tensors_hold_nothing_but_torch(torch):
+    data = native.dumps([torch.arange(9.0), torch.nn.Parameter(torch.ones(2))], 5, compact=True)
+    modules = {arg.split(" ")[0] if " " in arg else arg for opcode, arg, _ in pickletools.genops(data)
+               if "UNICODE" in opcode.name}
+    assert not any("fastcap" in module for module in modules)
+
+
+def test_a_view_writes_what_it_reaches(torch):
+    base = torch.arange(1_000_000.0)
+    assert len(native.dumps(base[10:20], 5, compact=True)) < 1000
+    assert len(native.dumps([base[500:510], base[10:20], base[505:515]], 5, compact=True)) < 600 * 4 + 1500
+    assert_compact([base[500:510], base[10:20], base[505:515]])
+    loaded = assert_compact([base[100:110], base])
+    assert loaded[0].data_ptr() == loaded[1].data_ptr() + 400
+    grid = base.view(1000, 1000)
+    assert_compact([grid[5, 5:8], grid[:, 7], grid[3]])
+
+
+def test_tensors_go_out_of_band(torch):
+    tensor = torch.arange(1000.0)
+    buffers = []
+    data = native.dumps([tensor, tensor[5:]], 5, buffer_callback=buffers.append, compact=True)
+    assert len(data) < 1000
+    assert len(buffers) == 1
+    loaded = pickle.loads(data, buffers=[bytearray(buffer) for buffer in buffers])
+    assert torch.equal(loaded[0], tensor)
+    assert loaded[1].data_ptr() == loaded[0].data_ptr() + 20
+
+
+def test_tensors_before_protocol_5(torch):
+    for protocol in range(2, 5):
+        assert torch.equal(pickle.loads(native.dumps(torch.arange(9.0), protocol, compact=True)), torch.arange(9.0))
+
+
+def test_tensors_that_are_made_while_pickling(torch):
+    """A reducer makes other tensors each time it is asked, and reaches further each time."""
+    base, reach = torch.arange(1000.0), iter(range(10, 1000, 10))
+
+    class Growing:
+        def __reduce__(self):
+            return Node, (), {"parts": [base[:5], base[: next(reach)]]}
+
+    loaded = pickle.loads(native.dumps([Growing()], 5, compact=True))
+    assert torch.equal(loaded[0].parts[0], base[:5])
+    assert len(loaded[0].parts[1]) >= 10
 
 
 def test_fast_mode_stays_fast():
