@@ -56,7 +56,6 @@ def without_small_numbers(text):
     """Byte and node counts depend on the version of Python and on where the script lies; sizes in MiB do not."""
     text = re.sub(r"\d[\d,]*(?= B\b| nodes?\b| more\b)", "#", text)
     text = re.sub(r"(?<= function )\d+$", "#", text, flags=re.MULTILINE)  # folded stacks
-    text = re.sub(r"(?<= in )\d+\.\d+s$", "#s", text, flags=re.MULTILINE)  # how long pytest took
     return [" ".join(line.split()) for line in text.splitlines()]
 
 
