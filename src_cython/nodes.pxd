@@ -25,6 +25,8 @@ cdef enum Role:
 cdef enum NodeFlag:
     # The node was made from a memo reference: it only holds bytes that belong to a GET (see scanner.pyx, `discard`).
     FLAG_ALIAS = 1
+    # The node holds memo references: only then is it worth looking for them.
+    FLAG_REFERS = 2
     # An array wrapper of joblib that the scanner has paused at: it does so once.
     FLAG_WRAPPER = 2
 
