@@ -28,7 +28,7 @@ cdef enum NodeFlag:
     # The node holds memo references: only then is it worth looking for them.
     FLAG_REFERS = 2
     # An array wrapper of joblib that the scanner has paused at: it does so once.
-    FLAG_WRAPPER = 2
+    FLAG_WRAPPER = 4
 
 # "Net" offsets count stream bytes without overhead (PROTO, FRAME, STOP): sizes never have to be corrected for frames.
 # In pkl files a node's span is [start, end) in net offsets; `Graph.stream_offset` turns them into file positions.
