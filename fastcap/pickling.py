@@ -16,7 +16,8 @@ import pickle
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -164,6 +165,49 @@ def _dump(
         pickler.dump(obj)
     except RecursionError as error:
         raise _too_deep(error) from error
+
+
+def trace(
+    obj: Any,
+    file: Writable,
+    protocol: int | None = None,
+    *,
+    flavor: str = "cloudpickle",
+    on_unpicklable: Callable[[Any, Exception], int],
+    reducers: Mapping[type, Callable[[Any], Any]],
+) -> list[Any]:
+    """Dump for analysis, and return the memoized objects in the order of their memo indices.
+
+    Each object that fails is given to ``on_unpicklable``, whose answer is written in its place. ``reducers`` go before
+    those of the flavor.
+    """
+    own = _flavor(flavor)
+    hooks = own.hooks()
+    if protocol is None:
+        protocol = own.module.DEFAULT_PROTOCOL
+    if hooks is None:
+        pickler = own.module.Pickler(file, protocol=protocol)
+        route = _Route(own, file, pickler.proto, None)
+        encoder: _native.Pickler = route.open()
+        with contextlib.suppress(AttributeError):
+            pickler.dispatch_table = ChainMap({**reducers}, _C_DISPATCH_TABLE.__get__(pickler))
+        encoder._on_unpicklable = on_unpicklable
+        try:
+            _routed_dump(pickler, route, obj)
+        finally:
+            encoder._on_unpicklable = None
+        return encoder._memo_objects()
+    encoder = _native.Pickler(file, protocol)
+    encoder.dispatch_table, encoder._native_reduce = hooks
+    if reducers:
+        maps = getattr(encoder.dispatch_table, "maps", [encoder.dispatch_table])
+        encoder.dispatch_table = ChainMap({**reducers}, *maps)
+    encoder._on_unpicklable = on_unpicklable
+    try:
+        encoder.dump(obj)
+    finally:
+        encoder._on_unpicklable = None
+    return encoder._memo_objects()
 
 
 def _dump_with_class(

@@ -1,0 +1,1 @@
+class Unpicklable: pass
