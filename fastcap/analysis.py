@@ -6,17 +6,19 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable
+import os
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fastcap._native.graph import Graph
 from fastcap._native.scanner import Scanner
-from fastcap.explain import Explainer, Place
+from fastcap.explain import Explainer, Failure, Place
+from fastcap.findings import Failures, FindingOptions, Live, Scene, find_all, handle_reducers
 from fastcap.limits import limits_for
 from fastcap.opening import Source, scan_source
 from fastcap.paths import parse
-from fastcap.pickling import dump
+from fastcap.pickling import DumpBroken, trace
 from fastcap.report import Capture, Details, NodeRow, Report, TypeRow, ViewOptions
 
 MAX_ROWS = 400
@@ -40,15 +42,34 @@ def analyze(
     protocol: int | None = None,
     flavor: str = "cloudpickle",
     options: ViewOptions = ViewOptions(),  # noqa: B008 - frozen
+    rules: FindingOptions = FindingOptions(),  # noqa: B008 - frozen
 ) -> Report:
     """What pickling an object with cloudpickle would write, without keeping the bytes.
 
     ``name`` is the root of all paths (default: the ``__name__`` of a function or class, else ``obj``); ``flavor`` is
-    the copy of cloudpickle to pickle with, one of `fastcap.pickling.FLAVORS`. Whatever the pickler raises is passed on.
+    the copy of cloudpickle to pickle with, one of `fastcap.pickling.FLAVORS`.
+
+    What cannot be pickled does not raise, as it does in `fastcap.dumps`: each such object is a finding of severity
+    "error" (FC101), and the sizes are those of a payload with short stand-ins. Ray's handles are recognised without
+    being serialized by Ray. Until its details are looked at, a report keeps the objects alive that were pickled.
+    Raises ValueError or ImportError for a flavor or protocol that is not there, MemoryError.
     """
     scanner = Scanner()
-    dump(obj, scanner, protocol, flavor=flavor)
-    return _report(Graph(scanner.finish()), name, options)
+    failures = Failures()
+    try:
+        objects = trace(
+            obj, scanner, protocol, flavor=flavor, on_unpicklable=failures.report, reducers=handle_reducers()
+        )
+        live = Live(objects, failures)
+    except DumpBroken as broken:
+        error = broken.__cause__
+        scanner = Scanner()
+        failures = Failures()
+        number = failures.report(obj, error if isinstance(error, Exception) else broken)
+        notes = " ".join(getattr(error, "__notes__", ()))
+        scanner.write(b"\x80\x04cfastcap.findings\nUnpicklable\nJ%b\x85R." % number.to_bytes(4, "little"))
+        live = Live((), (), f"pickling ended: {failures[number].error} {notes}".strip())
+    return _report(Graph(scanner.finish()), name, options, rules=rules, live=live, failures=failures)
 
 
 def scan(
@@ -57,6 +78,7 @@ def scan(
     name: str | None = None,
     buffers: Iterable[Any] | None = None,
     options: ViewOptions = ViewOptions(),  # noqa: B008 - frozen
+    rules: FindingOptions = FindingOptions(),  # noqa: B008 - frozen
     progress: Callable[[int, int | None], None] | None = None,
 ) -> Report:
     """What a pickle consists of; nothing in it is executed or imported.
@@ -69,11 +91,41 @@ def scan(
     graph = Graph(tables)
     if graph.tail:
         notes = (*notes, f"bytes after the last pickle are no pickle: {graph.tail}")
-    return _report(graph, name, options, notes)
+    return _report(graph, name, options, notes, rules=rules, read=_reader_of(source))
 
 
-def _report(graph: Graph, name: str | None, options: ViewOptions, notes: tuple[str, ...] = ()) -> Report:
-    explainer = Explainer(graph, name)
+def _reader_of(source: Source) -> Callable[[int, int], bytes | memoryview | None] | None:
+    """How to read bytes of the stream again; of a compressed file what comes is not the stream, which callers check."""
+    if isinstance(source, (bytes, bytearray, memoryview)):
+        data = memoryview(source).cast("B")
+        return lambda start, end: data[start:end]
+    if not isinstance(source, (str, os.PathLike)):
+        return None
+    path = os.path.abspath(source)
+
+    def read(start: int, end: int) -> bytes | None:
+        try:
+            with open(path, "rb") as file:
+                file.seek(start)
+                return file.read(end - start)
+        except OSError:
+            return None
+
+    return read
+
+
+def _report(
+    graph: Graph,
+    name: str | None,
+    options: ViewOptions,
+    notes: tuple[str, ...] = (),
+    *,
+    rules: FindingOptions,
+    live: Live | None = None,
+    failures: Sequence[Failure] = (),
+    read: Callable[[int, int], bytes | memoryview | None] | None = None,
+) -> Report:
+    explainer = Explainer(graph, name, failures)
 
     def find(path: str) -> NodeRow | None:
         parsed = parse(path)
@@ -89,6 +141,7 @@ def _report(graph: Graph, name: str | None, options: ViewOptions, notes: tuple[s
         # written first somewhere inside another object, where it has no path of its own
         return replace(row, path=str(parsed), label=str(parsed.steps[-1]))
 
+    kept = [live]  # let go of when the findings are made
     return _MeasuredReport(
         explainer,
         payload_size=graph.payload_size,
@@ -99,7 +152,7 @@ def _report(graph: Graph, name: str | None, options: ViewOptions, notes: tuple[s
         node_count=len(graph),
         pickle_count=graph.pickle_count,
         notes=notes,
-        make_details=lambda: _details(explainer, options),
+        make_details=lambda: _details(explainer, options, rules, kept, read),
         find_row=find,
     )
 
@@ -121,13 +174,22 @@ class _MeasuredReport(Report):
         return self.__dict__[name]
 
 
-def _details(explainer: Explainer, options: ViewOptions) -> Details:
+def _details(
+    explainer: Explainer,
+    options: ViewOptions,
+    rules: FindingOptions,
+    kept: list[Live | None],
+    read: Callable[[int, int], bytes | memoryview | None] | None,
+) -> Details:
+    captures = tuple(find_captures(explainer))
+    findings = find_all(Scene(explainer, kept[0], captures, rules, read))
+    kept[0] = None
     return Details(
         nodes=tuple(_Tree(explainer, options).rows()),
-        captures=tuple(find_captures(explainer)),
+        captures=captures,
         types=tuple(count_types(explainer)),
         limits=limits_for(explainer.graph.payload_size),
-        findings=(),
+        findings=findings,
     )
 
 
@@ -341,22 +403,12 @@ def _dominated_objects(explainer: Explainer, head: int, least: int) -> list[int]
 def _capture(explainer: Explainer, head: int) -> Capture:
     view = explainer.reader.view(head)
     subject = explainer.subject(head)
-    how = name = captured = captured_type = by = file = None
-    line = None
-    link: int | None = head
-    while link is not None:
-        place = explainer.place(link)
-        if place is None or place.part is None or place.above is None:
-            break
-        if place.part.how is not None:
-            how, name = place.part.how, place.part.name
-            captured, captured_type = explainer.path(link), explainer.subject(link).type
-            by = explainer.path(place.above)
-            where = explainer.subject(place.above).where
-            if where is not None:
-                file, line = where()
-            break
-        link = place.above
+    origin = explainer.origin(head)
+    how = name = captured = captured_type = by = file = line = None
+    if origin is not None:
+        how, name, file, line = origin.how, origin.name, origin.file, origin.line
+        captured, captured_type = explainer.path(origin.captured), explainer.subject(origin.captured).type
+        by = explainer.path(origin.by)
     return Capture(
         path=explainer.path(head) or "", type=subject.type, what=subject.what,
         self_size=min(explainer.parts(head, min_size=1, limit=_CHILDREN).own_size, view.retained_size),

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 from fastcap._native import pickler as _native
 from fastcap._native.reducers import Flavor, Reducer
+from fastcap.errors import FastcapError
 
 __all__ = [
     "FLAVORS",
@@ -178,36 +179,43 @@ def trace(
 ) -> list[Any]:
     """Dump for analysis, and return the memoized objects in the order of their memo indices.
 
-    Each object that fails is given to ``on_unpicklable``, whose answer is written in its place. ``reducers`` go before
-    those of the flavor.
+    Each object that fails is given to ``on_unpicklable``, whose answer is written in its place; what ends the dump
+    nonetheless is the cause of a `DumpBroken`. ``reducers`` go before those of the flavor.
     """
     own = _flavor(flavor)
     hooks = own.hooks()
     if protocol is None:
         protocol = own.module.DEFAULT_PROTOCOL
+    dump: Callable[[], None]
+    encoder: _native.Pickler
     if hooks is None:
         pickler = own.module.Pickler(file, protocol=protocol)
         route = _Route(own, file, pickler.proto, None)
-        encoder: _native.Pickler = route.open()
+        encoder = route.open()
         with contextlib.suppress(AttributeError):
             pickler.dispatch_table = ChainMap({**reducers}, _C_DISPATCH_TABLE.__get__(pickler))
-        encoder._on_unpicklable = on_unpicklable
-        try:
-            _routed_dump(pickler, route, obj)
-        finally:
-            encoder._on_unpicklable = None
-        return encoder._memo_objects()
-    encoder = _native.Pickler(file, protocol)
-    encoder.dispatch_table, encoder._native_reduce = hooks
-    if reducers:
-        maps = getattr(encoder.dispatch_table, "maps", [encoder.dispatch_table])
-        encoder.dispatch_table = ChainMap({**reducers}, *maps)
+        dump = functools.partial(_routed_dump, pickler, route, obj)
+    else:
+        encoder = _native.Pickler(file, protocol)
+        encoder.dispatch_table, encoder._native_reduce = hooks
+        if reducers:
+            maps = getattr(encoder.dispatch_table, "maps", [encoder.dispatch_table])
+            encoder.dispatch_table = ChainMap({**reducers}, *maps)
+        dump = functools.partial(encoder.dump, obj)
     encoder._on_unpicklable = on_unpicklable
     try:
-        encoder.dump(obj)
+        dump()
+    except (MemoryError, FastcapError):
+        raise
+    except Exception as error:
+        raise DumpBroken from error
     finally:
         encoder._on_unpicklable = None
     return encoder._memo_objects()
+
+
+class DumpBroken(FastcapError):
+    """A `trace` could not go on; ``__cause__`` is what the pickler raised."""
 
 
 def _dump_with_class(

@@ -565,6 +565,29 @@ cdef class Graph:
             return callee
         return -<int64_t>self.nodes[i].op - 1
 
+    def select(self, opcodes, min_size=0, limit=-1, min_arg=0):
+        """The nodes that one of these opcodes (their bytes) made, of at least so many bytes and items, in stream order."""
+        cdef bytes wanted = bytes(opcodes)
+        cdef uint64_t least = min_size
+        cdef uint64_t least_arg = min_arg
+        cdef Py_ssize_t room = limit
+        cdef bint chosen[256]
+        cdef uint32_t i
+        cdef list found = []
+        memset(chosen, 0, sizeof(chosen))
+        for opcode in wanted:
+            chosen[<uint8_t>opcode] = True
+        for i in range(self.n):
+            if not chosen[self.nodes[i].op] or self.subtree_size(i) < least:
+                continue
+            if least_arg and (self.nodes[i].arg == NO_INDEX or self.nodes[i].arg < least_arg):
+                continue
+            if room == 0:
+                break
+            room -= 1
+            found.append(i)
+        return found
+
     def type_keys(self):
         """(key, op, example) for every distinct kind of node; ``example`` is the index of the first such node.
 
