@@ -314,6 +314,31 @@ class Scene:
             return None
         return self.live.objects[memo]
 
+    def expression(self, index: int) -> str:
+        """An object as the code that captured it would write it: ``self.data``, ``cfg['opt']``; ``x`` if that is unclear."""
+        steps: list[str] = []
+        link: int | None = index
+        while link is not None:
+            place = self.x.place(link)
+            if place is None:
+                return "x"
+            if place.part is None:
+                root = self.path(link)
+                return root + "".join(reversed(steps))
+            step = place.part.step
+            if step.kind in ("attr", "item"):
+                steps.append(str(step))
+            elif step.kind == "self" or (isinstance(step.value, str) and step.value.isidentifier()):
+                return (step.value if isinstance(step.value, str) else "self") + "".join(reversed(steps))
+            else:
+                return "x"
+            link = place.above
+        return "x"
+
+    def name(self, index: int) -> str:
+        """The name of a function or class, else its expression."""
+        return self.x.subject(index).name or self.expression(index)
+
     def size(self, index: int) -> int:
         """What leaves the payload with a node."""
         return self.x.reader.view(index).retained_size
@@ -388,15 +413,15 @@ def _check_unpicklable(scene: Scene) -> Iterator[Finding]:
         if scene.x.reader.global_name(index) == UNPICKLABLE:
             stand_in = scene.x.reader.view(index).parent
             culprits.setdefault(_culprit(scene, stand_in), []).append(stand_in)
-    seen = 0
     for culprit, stand_ins in culprits.items():
         failure = _failure_at(scene, stand_ins[0])
         if failure is None:
             continue
-        seen += len(stand_ins)
         kind = failure.type
         text = f"{kind} cannot be pickled ({failure.error})"
-        if culprit != stand_ins[0]:
+        if "changed size during iteration" in failure.error:
+            text = f"{kind} changes while it is pickled ({failure.error})"
+        elif culprit != stand_ins[0]:
             kind = _class_name(scene, culprit) or scene.x.subject(culprit).type
             text = f"{kind} cannot be pickled: it holds {failure.type} ({failure.error})"
         origin = scene.x.origin(culprit)
@@ -430,6 +455,11 @@ _THROUGH: Final = frozenset({"dict", "list", "tuple", "set", "frozenset", "deque
 def _culprit(scene: Scene, stand_in: int) -> int:
     """The topmost object of the standard library that a stand-in lies in, directly or through containers."""
     culprit = link = stand_in
+    place = scene.x.place(stand_in)
+    if place is not None and place.part is not None and place.part.step.kind in ("key", "member"):
+        failure = _failure_at(scene, stand_in)
+        if failure is not None and "changed size" in failure.error and place.above is not None:
+            return place.above
     for _ in range(64):
         place = scene.x.place(link)
         if place is None or place.above is None:
@@ -473,11 +503,13 @@ def _instead_of_unpicklable(scene: Scene, index: int, origin: Origin | None, kin
     place = scene.x.place(index)
     above = place.above if place is not None else None
     step = str(place.part.step) if place is not None and place.part is not None else ""
-    holder = scene.path(above) if above is not None else ""
+    own = scene.expression(index)
+    if kind in ("dict", "set") and scene.x.subject(index).type == kind:
+        return f"{own} = {own}.copy()"
     if kind == "generator":
-        return f"a list: list({short_name(step) if step.startswith('.') else step or 'it'})"
+        return f"{own} = list({own})"
     if origin is not None and origin.captured == index and origin.name and origin.how in ("closure", "global", "default"):
-        return f"inside {short_name(_last(scene.path(origin.by)))}: {origin.name} = {make or '…'}"
+        return f"inside {scene.name(origin.by)}: {origin.name} = {make or '…'}"
     if origin is not None and origin.captured == index and origin.how == "class attribute" and origin.name:
         return f"make it in __init__, with a __getstate__ that leaves it out: self.{origin.name} = {make or '…'}"
     if step.startswith(".") and above is not None and scene.x.subject(above).type != "function":
@@ -485,8 +517,9 @@ def _instead_of_unpicklable(scene: Scene, index: int, origin: Origin | None, kin
             f"in {short_name(scene.x.subject(above).type)}: def __getstate__(self): "
             f'return {{k: v for k, v in self.__dict__.items() if k != "{step[1:]}"}}'
         )
-    if step.startswith("[") and holder:
-        return f"del {holder}{step}" if scene.x.subject(above or 0).type != "tuple" else f"leave it out of {holder}"
+    if step.startswith("[") and above is not None:
+        kind_above = scene.x.subject(above).type
+        return f"del {own}" if kind_above in ("dict", "list") else f"leave it out of {scene.expression(above)}"
     return f"make it where it is used: {make}" if make else "make it where it is used"
 
 
@@ -618,7 +651,7 @@ def _check_gpu_tensors(scene: Scene) -> Iterator[Finding]:
         device = _device_of(scene, index)
         if device.startswith("cuda"):
             message = f"tensor on {device}: where there is no such device loading raises RuntimeError"
-            yield scene.finding("FC206", index, message, f"{_variable(scene, index)}.cpu()")
+            yield scene.finding("FC206", index, message, f"{scene.expression(index)}.cpu()")
 
 
 def _device_of(scene: Scene, index: int) -> str:
@@ -643,7 +676,7 @@ def _check_memory_maps(scene: Scene) -> Iterator[Finding]:
         file = getattr(obj, "filename", None)
         where = f" of {file}" if isinstance(file, str) else ""
         message = f"memory-mapped array{where}: {format_size(scene.size(index))} of it are read and written out"
-        own = _variable(scene, index)
+        own = scene.expression(index)
         yield scene.finding("FC207", index, message, f'{own} = np.load({file or "path"!r}, mmap_mode="r")  # where it is used')
 
 
@@ -654,7 +687,7 @@ def _check_text_files(scene: Scene) -> Iterator[Finding]:
             file = getattr(obj, "name", None)
             shown = f" {file}" if isinstance(file, str) else ""
             message = f"the content of the open file{shown} is pickled; it loads as io.StringIO"
-            own = _variable(scene, index)
+            own = scene.expression(index)
             yield scene.finding("FC208", index, message, f"{own} = open({file if isinstance(file, str) else 'path'!r})  # where it is used")
 
 
@@ -682,9 +715,9 @@ def _check_captured_self(scene: Scene) -> Iterator[Finding]:
             if not used:
                 continue
             state = dict(_attribute_nodes(scene, target))
-            if not used <= set(state):
+            if not used <= _attribute_names(scene, target, state):
                 continue
-            rest = scene.size(target) - sum(scene.x.reader.view(state[each]).subtree_size for each in used)
+            rest = scene.size(target) - sum(scene.x.reader.view(state[each]).subtree_size for each in used if each in state)
             if rest < scene.options.min_size:
                 continue
             path = scene.path(index) + str(part.step)
@@ -712,6 +745,13 @@ def _attribute_nodes(scene: Scene, index: int) -> Iterator[tuple[str, int]]:
             yield name, scene.x.reader.resolve(target)
 
 
+def _attribute_names(scene: Scene, index: int, nodes: Mapping[str, int]) -> set[str]:
+    """The names of an instance's attributes, with those whose values have no node, such as numbers."""
+    if scene.x.reader.view(index).op not in CALLS:
+        return set(nodes)
+    return {*nodes, *Call(scene.x, index).state_items()}
+
+
 def _attributes_used(scene: Scene, function: int, variable: str, target: int) -> set[str]:
     """The attributes of a closure variable that a function reads; empty if it may do anything else with it."""
     live = scene.object(function)
@@ -720,7 +760,7 @@ def _attributes_used(scene: Scene, function: int, variable: str, target: int) ->
         return used if _reads_attributes(live.__code__, variable, used) else set()
     code = Call(scene.x, function).argument(0)
     names = _names_in_code(scene, code, 4)
-    return names & {name for name, _ in _attribute_nodes(scene, target)}
+    return names & _attribute_names(scene, target, dict(_attribute_nodes(scene, target)))
 
 
 _LOADS: Final = frozenset({"LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"})
@@ -799,13 +839,8 @@ def _check_duplicates(scene: Scene) -> Iterator[Finding]:
                 if head is None or twin is None:
                     continue
                 message = f"holds the same {format_size(len(content))} as {scene.path(twin)}"
-                replacement = f"{_assignable(scene.path(head))} = {_assignable(scene.path(twin))}"
+                replacement = f"{scene.expression(head)} = {scene.expression(twin)}"
                 yield scene.finding("FC303", head, message, replacement, size=size)
-
-
-def _assignable(path: str) -> str:
-    """A path as an expression, where it is one."""
-    return path.rpartition(" ")[2].replace(">", "", 1) if "<" in path else path
 
 
 def _content(scene: Scene, index: int) -> memoryview | None:
@@ -849,7 +884,7 @@ def _check_arrays(scene: Scene) -> Iterator[Finding]:
     for index, name in scene.calls:
         if name not in ("numpy:_reconstruct", "numpy:_frombuffer"):
             continue
-        own = _variable(scene, index)
+        own = scene.expression(index)
         what = scene.x.subject(index).what
         obj = scene.object(index)
         if " object " in f"{what} " and scene.size(index) >= scene.options.min_size:
@@ -899,7 +934,7 @@ def _check_tensors(scene: Scene) -> Iterator[Finding]:
             used *= length if isinstance(length, int) else 1
         if stored - used < scene.options.min_size or stored < 2 * used or scene.x.graph.referrer_count(node):
             continue
-        own = _variable(scene, index)
+        own = scene.expression(index)
         message = f"{what} is {format_size(used)} of a storage of {format_size(stored)}, which is written whole"
         yield scene.finding("FC305", index, message, f"{own} = {own}.clone()", size=stored - used)
 
@@ -922,7 +957,7 @@ def _check_arrow(scene: Scene) -> Iterator[Finding]:
     for head, rest in lost.items():
         if rest < scene.options.min_size:
             continue
-        own = _variable(scene, head)
+        own = scene.expression(head)
         what = scene.x.subject(head).what
         is_array = what.startswith("pyarrow Array")
         shorter = f"pa.concat_arrays([{own}])" if is_array else f"{own}.take(range(len({own})))"
@@ -954,7 +989,7 @@ def _check_lists(scene: Scene) -> Iterator[Finding]:
     for index in scene.x.graph.select(_LIST_OPCODES, scene.options.min_size, _NODES, _LONG_LIST):
         view = scene.x.reader.view(index)
         if view.count == 1 and 8.5 <= (view.end - view.start) / view.arg <= 9.5 and scene.head(index) == index:
-            own = _variable(scene, index)
+            own = scene.expression(index)
             if not isinstance(scene.x.reader.contents(index, 1).get(0), float):
                 continue
             message = f"list of {view.arg:,} floats, each of which is pickled on its own"
