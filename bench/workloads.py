@@ -424,6 +424,11 @@ def measure_memory(run: Callable[[], Any]) -> dict[str, int]:
     return {"peak": max(peak, 0), "result": len(result) if isinstance(result, bytes) else 0}
 
 
+def warm_up(contender: str) -> None:
+    """Let a contender import and build what it needs once: dump something of every sort, and little of it."""
+    CONTENDERS[contender]([closures(1), Row(1, 0.5, "n", []), Color.RED, datetime.date.min, decimal.Decimal(1)])()
+
+
 def serve(name: str, requests: io.TextIOBase, answers: io.TextIOBase) -> None:
     entry = WORKLOADS[name]
     answer: dict[str, Any] = {}
@@ -443,6 +448,8 @@ def serve(name: str, requests: io.TextIOBase, answers: io.TextIOBase) -> None:
         request = json.loads(line)
         contender = request["contender"]
         try:
+            if request.get("warm_up"):
+                warm_up(contender)
             if contender not in prepared:
                 prepared.clear()  # what another contender keeps is in the way of this one
                 prepared[contender] = CONTENDERS[contender](made)

@@ -5,32 +5,37 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from fastcap.errors import FastcapError, PayloadError
-from fastcap.pickling import (
-    CloudPickler,
-    NativeMixin,
-    Pickler,
-    dump,
-    dumps,
-    install,
-    installed,
-    load,
-    loads,
-    uninstall,
-)
+from fastcap.errors import FastcapError, NotPicklable, PayloadError, PayloadTooLarge
 
 if TYPE_CHECKING:
-    from fastcap.analysis import analyze, scan
+    from fastcap.analysis import analyze, diff, scan
+    from fastcap.checking import check
+    from fastcap.pickling import (
+        CloudPickler,
+        NativeMixin,
+        Pickler,
+        dump,
+        dumps,
+        install,
+        installed,
+        load,
+        loads,
+        uninstall,
+    )
 
 __version__ = "0.1.0"
 __all__ = [
     "CloudPickler",
     "FastcapError",
     "NativeMixin",
+    "NotPicklable",
     "PayloadError",
+    "PayloadTooLarge",
     "Pickler",
     "__version__",
     "analyze",
+    "check",
+    "diff",
     "dump",
     "dumps",
     "install",
@@ -41,14 +46,16 @@ __all__ = [
     "uninstall",
 ]
 
-# Loaded at their first use: a process that only ships objects should not pay for reports.
-_LAZY = {"analyze": "fastcap.analysis", "scan": "fastcap.analysis"}
+# Loaded at their first use: a process that only ships objects should not pay for reports, and a test run that only has
+# the pytest plugin installed should pay for nothing.
+_LAZY = {"analyze": "analysis", "check": "checking", "diff": "analysis", "scan": "analysis"}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(_LAZY[name]), name)
+    module = importlib.import_module(f"{__name__}.{_LAZY.get(name, 'pickling')}")
+    value = globals()[name] = getattr(module, name)
     return value
 
 

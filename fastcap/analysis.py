@@ -12,14 +12,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fastcap._native.graph import Graph
-from fastcap._native.scanner import Scanner
+from fastcap._native.scanner import Scanner, Tables
+from fastcap.comparison import Diff, compare
 from fastcap.explain import Explainer, Failure, Place
-from fastcap.findings import Failures, FindingOptions, Live, Scene, find_all, handle_reducers
+from fastcap.findings import MIN_SIZE, Failures, Live, Scene, find_all, handle_reducers
 from fastcap.limits import limits_for
 from fastcap.opening import Source, scan_source
 from fastcap.paths import parse
 from fastcap.pickling import DumpBroken, trace
-from fastcap.report import Capture, Details, NodeRow, Report, TypeRow, ViewOptions
+from fastcap.report import Capture, Details, NodeRow, Report, TypeRow, ViewOptions, read_report
 
 MAX_ROWS = 400
 """Rows of the tree at most, ``[N more]`` rows not counted."""
@@ -28,6 +29,8 @@ _TOP = 20  # rows per parent unless asked for more
 _DEPTH = 24  # levels unless asked for more
 _SHARE = 1000  # rows of less than this fraction of the payload are not shown unless asked for
 _CHILDREN = 64  # children of a node up to which all of them are looked at
+_MANY_CHILDREN = 1024  # children that are looked at, at most, if they are big enough (or more are asked for)
+_NONE = 1 << 62  # as a smallest size: no children
 _FEW = 10  # so many parts may explain an object; more of them are nobody's fault but the object's
 _EXPLAINED = 0.8  # of what an object retains, for its parts to be named in its place
 _CAPTURES = 50
@@ -42,7 +45,6 @@ def analyze(
     protocol: int | None = None,
     flavor: str = "cloudpickle",
     options: ViewOptions = ViewOptions(),  # noqa: B008 - frozen
-    rules: FindingOptions = FindingOptions(),  # noqa: B008 - frozen
 ) -> Report:
     """What pickling an object with cloudpickle would write, without keeping the bytes.
 
@@ -69,7 +71,7 @@ def analyze(
         notes = " ".join(getattr(error, "__notes__", ()))
         scanner.write(b"\x80\x04cfastcap.findings\nUnpicklable\nJ%b\x85R." % number.to_bytes(4, "little"))
         live = Live((), (), f"pickling ended: {failures[number].error} {notes}".strip())
-    return _report(Graph(scanner.finish()), name, options, rules=rules, live=live, failures=failures)
+    return _report(Graph(scanner.finish()), name, options, live=live, failures=failures)
 
 
 def scan(
@@ -78,7 +80,6 @@ def scan(
     name: str | None = None,
     buffers: Iterable[Any] | None = None,
     options: ViewOptions = ViewOptions(),  # noqa: B008 - frozen
-    rules: FindingOptions = FindingOptions(),  # noqa: B008 - frozen
     progress: Callable[[int, int | None], None] | None = None,
 ) -> Report:
     """What a pickle consists of; nothing in it is executed or imported.
@@ -91,7 +92,7 @@ def scan(
     graph = Graph(tables)
     if graph.tail:
         notes = (*notes, f"bytes after the last pickle are no pickle: {graph.tail}")
-    return _report(graph, name, options, notes, rules=rules, read=_reader_of(source))
+    return _report(graph, name, options, notes, read=_reader_of(source))
 
 
 def _reader_of(source: Source) -> Callable[[int, int], bytes | memoryview | None] | None:
@@ -114,13 +115,40 @@ def _reader_of(source: Source) -> Callable[[int, int], bytes | memoryview | None
     return read
 
 
+def diff(old: Report | Source, new: Report | Source) -> Diff:
+    """What changed from one payload to another, by path and by type.
+
+    Each is a report, what `scan` takes, or the path of a report that was saved as JSON; for a live object give
+    ``fastcap.analyze(obj)``. Raises `fastcap.PayloadError` for what is no pickle, ``ValueError`` for a damaged report.
+    """
+    return compare(_as_report(old), _as_report(new))
+
+
+def _as_report(source: Report | Source) -> Report:
+    if isinstance(source, Report):
+        return source
+    if not isinstance(source, (str, os.PathLike)):
+        return scan(source)
+    with open(source, "rb") as file:
+        if file.peek(1)[:1] != b"{":  # no pickle begins with it: it is no opcode
+            return scan(file).changed(target=os.fspath(source))
+        try:
+            return read_report(file)
+        except ValueError as error:
+            raise ValueError(f"{os.fspath(source)} is neither a pickle nor a saved report: {error}") from error
+
+
+def report_on(tables: Tables) -> Report:
+    """The report on what a scanner has read."""
+    return _report(Graph(tables), None, ViewOptions())
+
+
 def _report(
     graph: Graph,
     name: str | None,
     options: ViewOptions,
     notes: tuple[str, ...] = (),
     *,
-    rules: FindingOptions,
     live: Live | None = None,
     failures: Sequence[Failure] = (),
     read: Callable[[int, int], bytes | memoryview | None] | None = None,
@@ -152,7 +180,7 @@ def _report(
         node_count=len(graph),
         pickle_count=graph.pickle_count,
         notes=notes,
-        make_details=lambda: _details(explainer, options, rules, kept, read),
+        make_details=lambda: _details(explainer, options, kept, read),
         find_row=find,
     )
 
@@ -177,12 +205,12 @@ class _MeasuredReport(Report):
 def _details(
     explainer: Explainer,
     options: ViewOptions,
-    rules: FindingOptions,
     kept: list[Live | None],
     read: Callable[[int, int], bytes | memoryview | None] | None,
 ) -> Details:
     captures = tuple(find_captures(explainer))
-    findings = find_all(Scene(explainer, kept[0], captures, rules, read))
+    min_size = MIN_SIZE if options.min_size is None else max(options.min_size, 1)
+    findings = find_all(Scene(explainer, kept[0], captures, read, min_size))
     kept[0] = None
     return Details(
         nodes=tuple(_Tree(explainer, options).rows()),
@@ -200,7 +228,7 @@ def _row(explainer: Explainer, head: int, parent: int | None, depth: int, own_si
     view = explainer.reader.view(head)
     subject = explainer.subject(head)
     if own_size is None:
-        parts = explainer.parts(head, min_size=1, limit=_CHILDREN)
+        parts = explainer.parts(head, min_size=_NONE, limit=_CHILDREN)
         own_size = min(parts.own_size, view.retained_size)
     return NodeRow(
         path=explainer.path(head) or "",
@@ -274,7 +302,8 @@ class _Tree:
         while queue:
             _, _, shown = heapq.heappop(queue)
             view = explainer.reader.view(shown.head)
-            parts = explainer.parts(shown.head, min_size=self.min_size, limit=_CHILDREN)
+            most = max(_MANY_CHILDREN, self.top)
+            parts = explainer.parts(shown.head, min_size=self.min_size, limit=_CHILDREN, most=most)
             shown.own_size = min(parts.own_size, view.retained_size)
             shown.lent = parts.own_size - shown.own_size
             shown.own_count = parts.own_count
@@ -411,7 +440,7 @@ def _capture(explainer: Explainer, head: int) -> Capture:
         by = explainer.path(origin.by)
     return Capture(
         path=explainer.path(head) or "", type=subject.type, what=subject.what,
-        self_size=min(explainer.parts(head, min_size=1, limit=_CHILDREN).own_size, view.retained_size),
+        self_size=min(explainer.parts(head, min_size=_NONE, limit=_CHILDREN).own_size, view.retained_size),
         subtree_size=view.subtree_size, retained_size=view.retained_size, shared_by=explainer.holders(head),
         how=how, name=name, captured=captured, captured_type=captured_type, by=by, file=file, line=line,
     )  # fmt: skip

@@ -12,15 +12,17 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import IO, TYPE_CHECKING, Any
 
 import click
 
 import fastcap
+from fastcap.comparison import Growth, parse_growth
+from fastcap.config import Settings, find_settings
 from fastcap.errors import FastcapError, PayloadError
 from fastcap.render import clean
-from fastcap.report import Limit, Report, ViewOptions, format_size, parse_size
+from fastcap.report import Report, ViewOptions, format_size, parse_size, read_report
 from fastcap.targets import Target, TargetError, UserCodeError, imported, locate_error, parse_target
 
 if TYPE_CHECKING:
@@ -28,7 +30,6 @@ if TYPE_CHECKING:
 
 FINE, OVER_BUDGET, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
-_MAX_REPORT_SIZE = 256 * 1024**2  # bytes of JSON that are read back as a report
 _PIPE_WIDTH = 100  # columns where there is no terminal to ask
 _PROGRESS_DELAY = 1.0  # seconds
 _BUDGET = "--max-size"
@@ -39,6 +40,13 @@ def _size(text: str) -> int:
         return parse_size(text)
     except ValueError as error:
         raise click.BadParameter(str(error)) from error  # click would not show the message of a ValueError
+
+
+def _growth(text: str) -> Growth:
+    try:
+        return parse_growth(text)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from error
 
 
 @click.group(
@@ -56,6 +64,7 @@ def cli(ctx: click.Context) -> None:
       fastcap analyze trainer.pkl
       fastcap analyze train.py:train_func --flavor ray.cloudpickle
       fastcap analyze mypackage.jobs:main --max-size 10MiB
+      fastcap diff old.pkl new.pkl
     """
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
@@ -117,7 +126,13 @@ def analyze(
         target = parse_target(target_text)
         if output is not None:
             _check_output(output, target)
-        options = ViewOptions(depth=depth, top=top, sort=sort or "retained", min_size=min_size)  # type: ignore[arg-type]
+        settings = find_settings(os.getcwd())
+        options = ViewOptions(
+            depth=depth,
+            top=top,
+            sort=sort or "retained",  # type: ignore[arg-type]
+            min_size=settings.min_size if min_size is None else min_size,
+        )
         if target.kind in ("script", "module"):
             report = _analyze_object(target, options, flavor or "cloudpickle", protocol)
         else:
@@ -127,13 +142,88 @@ def analyze(
                     raise TargetError(f"--{name} is for objects that are pickled now: {target} is a pickle already")
             view = [f"--{name.replace('_', '-')}" for name in ("depth", "top", "sort", "min_size") if name in given]
             report = _read_payload(target, options, view, progress=not no_progress)
-        if max_size is not None:
-            report = _with_budget(report, max_size)
+        report = _select_findings(report, settings)
+        budget, limit, source = _BUDGET, max_size, "the command line"
+        if limit is None and settings.max_size is not None:
+            budget, limit, source = "max-size", settings.max_size, settings.file or ""
+        if limit is not None:
+            report = report.with_budget(budget, limit, source)
         _write(_render(report, form, output, sort or "retained"), output)
-        if max_size is None or report.payload_size <= max_size:
+        if limit is None or report.payload_size <= limit:
             return FINE
         if form != "text" or output is not None:
-            _say(f"payload {format_size(report.payload_size)} is over --max-size {format_size(max_size)}")
+            said = budget if max_size is not None else f"max-size of {source}:"
+            _say(f"payload {format_size(report.payload_size)} is over {said} {format_size(limit)}")
+        return OVER_BUDGET
+
+
+@cli.command()
+@click.argument("old_text", metavar="OLD")
+@click.argument("new_text", metavar="NEW")
+@click.option("--format", "-f", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@click.option("--output", "-o", metavar="FILE", help="Write the comparison there instead of to standard output.")
+@click.option("--top", type=click.IntRange(min=1), metavar="N", help="Changes shown.  [default: 30; JSON has all]")
+@click.option("--max-growth", type=_growth, metavar="SIZE|N%", help="Exit with 1 if the payload grew by more.")
+@click.option("--flavor", metavar="NAME", help="Whose pickler, for objects, as for analyze.")
+@click.option("--protocol", type=click.IntRange(0, 5), metavar="N", help="Pickle protocol, for objects.")
+@click.option("--no-progress", is_flag=True, help="No progress bar on standard error.")
+@click.option("--traceback", "show_traceback", is_flag=True, help="If OLD or NEW raises, show where.")
+def diff(
+    old_text: str,
+    new_text: str,
+    form: str,
+    output: str | None,
+    top: int | None,
+    max_growth: Growth | None,
+    flavor: str | None,
+    protocol: int | None,
+    no_progress: bool,
+    show_traceback: bool,
+) -> int:
+    """Show what grew, shrank, came and went from one payload to another, by path and by type.
+
+    OLD and NEW are what analyze takes: pickle files, saved reports, - for standard input, or objects such as
+    script.py:name. The changes add up to the difference of the payloads, exactly.
+
+    
+    Examples:
+      fastcap diff old.pkl new.pkl
+      fastcap diff report.json train.py:train_func --max-growth 10%
+    """
+    with _one_line_errors(show_traceback):
+        settings = find_settings(os.getcwd())
+        targets = [parse_target(text) for text in (old_text, new_text)]
+        if output is not None:
+            for target in targets:
+                _check_output(output, target)
+        if all(target.kind == "stdin" for target in targets):
+            raise TargetError("OLD and NEW cannot both be standard input")
+        objects = [target for target in targets if target.kind in ("script", "module")]
+        for name, value in (("flavor", flavor), ("protocol", protocol)):
+            if value is not None and not objects:
+                raise TargetError(f"--{name} is for objects that are pickled now: OLD and NEW are pickles already")
+        reports = [
+            _analyze_object(target, ViewOptions(), flavor or "cloudpickle", protocol)
+            if target in objects
+            else _read_payload(target, ViewOptions(), (), progress=not no_progress)
+            for target in targets
+        ]
+        from fastcap.comparison import compare
+        from fastcap.render.diff import describe_growth, render_diff
+
+        try:
+            found = compare(*reports)
+        except ValueError as error:
+            raise TargetError(str(error)) from error
+        if form == "json":
+            _write(json.dumps(found.to_dict(), indent=2) + "\n", output)
+        else:
+            _write(render_diff(found, top=top, **_page_options(output)), output)
+        limit = max_growth or settings.max_growth
+        if limit is None or limit.allows(found.old_size, found.new_size):
+            return FINE
+        said = "--max-growth" if max_growth else f"max-growth of {settings.file}:"
+        _say(f"payload {describe_growth(found)}, more than {said} {limit.text}")
         return OVER_BUDGET
 
 
@@ -181,7 +271,7 @@ def _analyze_object(target: Target, options: ViewOptions, flavor: str, protocol:
     note = f"imported {target.where}"
     if target.kind == "script":
         note += ' as __main__, without what is under `if __name__ == "__main__":`'
-    return _changed(report, target=target.name, notes=(*report.notes, note), make_details=lambda: details)
+    return report.changed(target=target.name, notes=(*report.notes, note), make_details=lambda: details)
 
 
 def _read_payload(target: Target, options: ViewOptions, view_options: Sequence[str], *, progress: bool) -> Report:
@@ -195,14 +285,17 @@ def _read_payload(target: Target, options: ViewOptions, view_options: Sequence[s
                 raise TargetError(
                     f"{target} is a saved report: {view_options[0]} needs the pickle that it was made from"
                 )
-            return _read_report(file, target)
+            try:
+                return read_report(file)
+            except ValueError as error:
+                raise TargetError(f"{target} is neither a pickle nor a saved report: {error}") from error
         from fastcap.analysis import scan
 
         regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
         with _progress_bar(str(target), wanted=progress) as advance:
             try:
                 report = scan(target.where if regular else file, options=options, progress=advance)
-                return _changed(report, target=str(target))
+                return report.changed(target=str(target))
             except PayloadError as error:
                 raise TargetError(f"{target} is not a pickle that can be read: {error}{_guess_kind(file)}") from error
 
@@ -218,14 +311,12 @@ def _open(target: Target) -> Iterator[IO[bytes]]:
             yield file
 
 
-def _read_report(file: IO[bytes], target: Target) -> Report:
-    text = file.read(_MAX_REPORT_SIZE + 1)
-    if len(text) > _MAX_REPORT_SIZE:
-        raise TargetError(f"{target} looks like JSON, and is too big for a saved report")
-    try:
-        return Report.from_dict(json.loads(text))
-    except (ValueError, RecursionError) as error:
-        raise TargetError(f"{target} is neither a pickle nor a saved report: {error}") from error
+def _select_findings(report: Report, settings: Settings) -> Report:
+    if not (settings.select or settings.ignore):
+        return report
+    details = report.details
+    wanted = tuple(row for row in details.findings if settings.wants(row.code))
+    return report.changed(make_details=lambda: replace(details, findings=wanted))
 
 
 _KINDS = (
@@ -244,20 +335,6 @@ def _guess_kind(file: IO[bytes]) -> str:
     return next((f"; it looks like {kind}" for magic, kind in _KINDS if start.startswith(magic)), "")
 
 
-def _with_budget(report: Report, max_size: int) -> Report:
-    """The report with ``--max-size`` as the first of its limits."""
-    details = report.details
-    size = report.payload_size
-    budget = Limit(_BUDGET, max_size, size / max(max_size, 1), size > max_size, "error", "the command line")
-    limits = (budget, *(limit for limit in details.limits if limit.name != _BUDGET))
-    return _changed(report, make_details=lambda: replace(details, limits=limits))
-
-
-def _changed(report: Report, **changes: Any) -> Report:
-    """A plain report of the same facts, but for the changes."""
-    return Report(**{each.name: getattr(report, each.name) for each in fields(Report)} | changes)
-
-
 # ---- output
 
 
@@ -268,16 +345,21 @@ def _render(report: Report, form: str, output: str | None, sort: str) -> str:
         from fastcap.render.folded import render_folded
 
         return render_folded(report)
-    from fastcap.render.text import GLYPHS, render_text
+    from fastcap.render.text import render_text
 
-    return render_text(
-        report,
-        width=shutil.get_terminal_size((_PIPE_WIDTH, 24)).columns if output is None else _PIPE_WIDTH,
-        color=output is None and _wants_color(sys.stdout),
-        unicode=output is not None or _can_encode(sys.stdout, GLYPHS),
-        sort=sort,
-        base=os.getcwd(),
-    )
+    return render_text(report, sort=sort, **_page_options(output))
+
+
+def _page_options(output: str | None) -> dict[str, Any]:
+    """How text is laid out for a file, or for what standard output is."""
+    from fastcap.render.layout import GLYPHS
+
+    return {
+        "width": shutil.get_terminal_size((_PIPE_WIDTH, 24)).columns if output is None else _PIPE_WIDTH,
+        "color": output is None and _wants_color(sys.stdout),
+        "unicode": output is not None or _can_encode(sys.stdout, GLYPHS),
+        "base": os.getcwd(),
+    }
 
 
 def _wants_color(stream: IO[str] | None) -> bool:

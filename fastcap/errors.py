@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fastcap.report import Finding, Report
+
 
 class FastcapError(Exception):
     """Base of every error that fastcap raises on purpose."""
@@ -17,3 +22,39 @@ class PayloadError(FastcapError, ValueError):
         super().__init__(f"{message} (at byte {offset:,})")
         self.reason = message
         self.offset = offset
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.reason, self.offset)
+
+
+class PayloadTooLarge(FastcapError, ValueError):
+    """An object pickles to more than it may; the message names what is big in it.
+
+    ``payload_size`` and ``max_size`` are in bytes; ``report`` is the report on the object, or None where the exception
+    comes out of another process.
+    """
+
+    def __init__(self, message: str, payload_size: int, max_size: int, report: Report | None = None) -> None:
+        super().__init__(message)
+        self.payload_size = payload_size
+        self.max_size = max_size
+        self.report = report
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.payload_size, self.max_size)
+
+
+class NotPicklable(FastcapError, TypeError):
+    """An object cannot be pickled; the message says why, and by which paths.
+
+    ``findings`` has a row for each part that cannot be, empty if the pickler stopped at the first: then ``__cause__``
+    is what it raised. ``report`` is the report on the object, if there is one.
+    """
+
+    def __init__(self, message: str, findings: tuple[Finding, ...] = (), report: Report | None = None) -> None:
+        super().__init__(message)
+        self.findings = findings
+        self.report = report
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.findings)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -144,6 +145,9 @@ class Explainer:
         self.reader = Reader(graph)
         self.failures = failures
         self._given_name = root_name
+        # What a subject keeps refers to the explainer weakly, and the explainer to it: a report that is dropped gives
+        # its graph back at once, not when the cyclic collector comes round.
+        self._weak: Explainer = weakref.proxy(self)
         self._subjects: dict[int, Subject] = {}
         self._places: dict[int, Place] = {}
         self._paths: dict[int, str] = {}
@@ -154,7 +158,7 @@ class Explainer:
         """What the node is, as an object of its own."""
         found = self._subjects.get(index)
         if found is None:
-            found = self._subjects[index] = _subject(self, index)
+            found = self._subjects[index] = _subject(self._weak, index)
         return found
 
     @cached_property
@@ -211,39 +215,51 @@ class Explainer:
             return HIDDEN
         return place.route(edge, view)
 
-    def parts(self, head: int, *, min_size: int, limit: int) -> Parts:
+    def parts(self, head: int, *, min_size: int, limit: int, most: int = 1024) -> Parts:
         """The objects directly below an object.
 
-        Where a node has more than ``limit`` children only those of ``min_size`` or more are looked at.
+        Where a node has more than ``limit`` children only those of ``min_size`` or more are looked at, the biggest of
+        them if that makes more than ``most``.
         """
         place = self.place(head)
         heads: list[int] = []
         own_size = own_count = 0
         complete = True
-        open_nodes = [head] if place is not None else []
+        open_nodes = [(head, True)] if place is not None else []
         while open_nodes:
-            index = open_nodes.pop()
+            index, counted = open_nodes.pop()
             here = self._places[index]
-            view = self.reader.view(index)
-            own_size += view.self_size
-            own_count += 1
+            if counted:
+                own_size += self.reader.view(index).self_size
+                own_count += 1
             edges = self.graph.edges(index, 0, limit + 1, False)
             if len(edges) > limit:
-                complete = False
-                edges = self.graph.edges(index, max(min_size, 1), 16 * limit, False)
+                complete = counted = False  # what is the object's own among so many does not depend on min_size
+                edges = self._big_children(index, max(min_size, 1), most)
             for edge in edges:
                 below = self._places.get(edge.target)
                 if below is None:
                     below = self._places[edge.target] = self.enter(here, index, edge)
                 if below.head == edge.target:
                     heads.append(edge.target)
-                elif below.route is None:
+                elif below.route is not None:
+                    open_nodes.append((edge.target, counted))
+                elif counted:
                     child = self.reader.view(edge.target)
                     own_size += child.subtree_size
                     own_count += child.count
-                else:
-                    open_nodes.append(edge.target)
         return Parts(heads, own_size, own_count, complete)
+
+    def _big_children(self, index: int, min_size: int, most: int) -> list[Edge]:
+        """Children of at least so many bytes; if they are too many, the biggest ones and some of the others."""
+        edges = self.graph.edges(index, min_size, most + 1, False)
+        if len(edges) <= most:
+            return edges
+        while len(bigger := self.graph.edges(index, 4 * min_size, most + 1, False)) > most:
+            min_size *= 4
+        known = {edge.target for edge in bigger}
+        others = (edge for edge in self.graph.edges(index, min_size, 2 * most, False) if edge.target not in known)
+        return [*bigger, *itertools.islice(others, most - len(bigger))]
 
     def below(self, head: int) -> Iterator[tuple[Part, int]]:
         """All objects directly below an object, and what it refers to; not bounded, for look-ups by name."""
@@ -1257,13 +1273,19 @@ def _dtype_name(x: Explainer, value: Any) -> str:
         unit = x.reader.value(state[8]) if len(state) > 8 else None
         name = "datetime64" if kind == "M" else "timedelta64"
         if isinstance(unit, tuple) and len(unit) == 2 and isinstance(unit[1], tuple) and unit[1]:
-            text = unit[1][0]
-            return f"{name}[{text.decode('ascii', 'replace') if isinstance(text, bytes) else text}]"
+            return f"{name}[{_byte_text(x, unit[1][0])}]"
         return name
     if kind == "V" and len(state) > 3 and isinstance(state[3], At):
         names = [x.reader.string(part) or "?" for part in x.reader.sequence(state[3].index, 8)]
         return f"({', '.join(names)})"
     return {"b": "bool", "O": "object"}.get(kind, code)
+
+
+def _byte_text(x: Explainer, value: Any) -> str:
+    """A short byte string as text; in protocols up to 2 it is written as ``_codecs.encode(text, "latin1")``."""
+    if isinstance(value, At) and x.reader.view(x.reader.resolve(value.index)).op in CALLS:
+        return Call(x, x.reader.resolve(value.index)).text(0) or "?"
+    return value.decode("ascii", "replace") if isinstance(value, bytes) else "?"
 
 
 def _is_object_dtype(x: Explainer, value: Any) -> bool:

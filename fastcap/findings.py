@@ -261,24 +261,6 @@ def handle_reducers() -> dict[type, Callable[[Any], Any]]:
 
 
 @dataclass(frozen=True, slots=True)
-class FindingOptions:
-    """Which findings a report has. Codes are whole or the beginning of some: ``FC1``."""
-
-    select: tuple[str, ...] = ()  # none: all
-    ignore: tuple[str, ...] = ()
-    min_size: int = MIN_SIZE  # waste of fewer bytes is not reported
-
-    def __post_init__(self) -> None:
-        for code in (*self.select, *self.ignore):
-            if not code or not any(known.startswith(code) for known in RULES):
-                raise ValueError(f"no rule {code!r}: the rules are {', '.join(RULES)}")
-
-    def wants(self, code: str) -> bool:
-        """Whether findings of this code are reported."""
-        return (not self.select or code.startswith(self.select)) and not (self.ignore and code.startswith(self.ignore))
-
-
-@dataclass(frozen=True, slots=True)
 class Live:
     """What the pickler of an analysis saw."""
 
@@ -294,8 +276,8 @@ class Scene:
     x: Explainer
     live: Live | None  # None: a file
     captures: Sequence[Capture]
-    options: FindingOptions
     read: Callable[[int, int], bytes | memoryview | None] | None = None  # stream bytes [start, end), if they are at hand
+    min_size: int = MIN_SIZE  # waste of fewer bytes is not reported
     taken: set[str] = field(default_factory=set)  # paths that a more telling check has dealt with
 
     def path(self, index: int) -> str:
@@ -392,12 +374,10 @@ def find_all(scene: Scene) -> tuple[Finding, ...]:
     """The findings about one payload, worst first."""
     found: list[Finding] = []
     for check in dict.fromkeys(CHECKS.values()):
-        if not any(scene.options.wants(code) for code, each in CHECKS.items() if each is check):
-            continue
         counts: dict[str, int] = {}
         for finding in check(scene):
             counts[finding.code] = counts.get(finding.code, 0) + 1
-            if scene.options.wants(finding.code) and counts[finding.code] <= _PER_RULE:
+            if counts[finding.code] <= _PER_RULE:
                 found.append(finding)
     return tuple(sorted(found, key=lambda each: (_ORDER[each.severity], -each.size, each.code, each.path)))
 
@@ -704,7 +684,7 @@ def _check_local_paths(scene: Scene) -> Iterator[Finding]:
 
 
 def _check_captured_self(scene: Scene) -> Iterator[Finding]:
-    for index, name in scene.named_calls(scene.options.min_size):
+    for index, name in scene.named_calls(scene.min_size):
         if name != "cloudpickle:_make_function":
             continue
         for part, target in scene.x.below(index):
@@ -718,7 +698,7 @@ def _check_captured_self(scene: Scene) -> Iterator[Finding]:
             if not used <= _attribute_names(scene, target, state):
                 continue
             rest = scene.size(target) - sum(scene.x.reader.view(state[each]).subtree_size for each in used if each in state)
-            if rest < scene.options.min_size:
+            if rest < scene.min_size:
                 continue
             path = scene.path(index) + str(part.step)
             scene.taken.add(path)
@@ -887,10 +867,10 @@ def _check_arrays(scene: Scene) -> Iterator[Finding]:
         own = scene.expression(index)
         what = scene.x.subject(index).what
         obj = scene.object(index)
-        if " object " in f"{what} " and scene.size(index) >= scene.options.min_size:
+        if " object " in f"{what} " and scene.size(index) >= scene.min_size:
             message = f"{what}: its elements are pickled one by one"
             yield scene.finding("FC307", index, message, f"{own} = {own}.astype(float)  # or what the elements are")
-        if obj is None or not _is_array(obj) or obj.nbytes < scene.options.min_size:
+        if obj is None or not _is_array(obj) or obj.nbytes < scene.min_size:
             continue
         used = obj.dtype.itemsize
         for length, stride in zip(obj.shape, obj.strides):
@@ -932,7 +912,7 @@ def _check_tensors(scene: Scene) -> Iterator[Finding]:
         used = next((size for kind, size in width.items() if f" {kind} " in what), 4)
         for length in shape:
             used *= length if isinstance(length, int) else 1
-        if stored - used < scene.options.min_size or stored < 2 * used or scene.x.graph.referrer_count(node):
+        if stored - used < scene.min_size or stored < 2 * used or scene.x.graph.referrer_count(node):
             continue
         own = scene.expression(index)
         message = f"{what} is {format_size(used)} of a storage of {format_size(stored)}, which is written whole"
@@ -955,7 +935,7 @@ def _check_arrow(scene: Scene) -> Iterator[Finding]:
             if rest and head is not None:
                 lost[head] = lost.get(head, 0) + rest
     for head, rest in lost.items():
-        if rest < scene.options.min_size:
+        if rest < scene.min_size:
             continue
         own = scene.expression(head)
         what = scene.x.subject(head).what
@@ -986,7 +966,7 @@ def _arrow_rest(scene: Scene, call: Call) -> int:
 
 
 def _check_lists(scene: Scene) -> Iterator[Finding]:
-    for index in scene.x.graph.select(_LIST_OPCODES, scene.options.min_size, _NODES, _LONG_LIST):
+    for index in scene.x.graph.select(_LIST_OPCODES, scene.min_size, _NODES, _LONG_LIST):
         view = scene.x.reader.view(index)
         if view.count == 1 and 8.5 <= (view.end - view.start) / view.arg <= 9.5 and scene.head(index) == index:
             own = scene.expression(index)
@@ -1021,7 +1001,7 @@ def _check_code_by_value(scene: Scene) -> Iterator[Finding]:
 def _check_captures(scene: Scene) -> Iterator[Finding]:
     """FC301, FC311: the big captures that nothing more telling has been said of."""
     for capture in scene.captures:
-        if capture.how is None or capture.retained_size < scene.options.min_size:
+        if capture.how is None or capture.retained_size < scene.min_size:
             continue
         if any(capture.path.startswith(path) for path in scene.taken):
             continue
@@ -1056,7 +1036,7 @@ def _instead_of_capture(capture: Capture, name: str) -> str:
 
 
 def _check_tune(scene: Scene) -> Iterator[Finding]:
-    if scene.x.graph.payload_size < scene.options.min_size or scene.x.subject(0).type != "function":
+    if scene.x.graph.payload_size < scene.min_size or scene.x.subject(0).type != "function":
         return
     call = Call(scene.x, 0)
     code = call.argument(0)

@@ -239,7 +239,7 @@ def _scan_stream(
 ) -> tuple[Tables, tuple[str, ...]]:
     kind = _format_of(source.peek(8))
     if kind is None:
-        return _feed(source, progress, Scanner(sizes, shared_memo=shared_memo)), ()
+        return _feed(source, progress, Scanner(sizes, shared_memo=shared_memo, expected_size=source.size or 0)), ()
     if kind == "zip":
         return _scan_zip(source, progress)
     with _decompressed(source, kind) as blocks:
@@ -252,7 +252,15 @@ def _feed(source: _Input, progress: Progress | None, scanner: Scanner) -> Tables
         block = source.read(BLOCK)
         if not block:
             break
-        scanner.write(block)
+        try:
+            scanner.write(block)
+        except PayloadError as error:
+            if b"NumpyArrayWrapper" not in bytes(block):
+                raise
+            raise PayloadError(
+                f"{error.reason}; this is a file of joblib.dump with array data between its opcodes: "
+                "load it and analyze the object, or write it with cloudpickle", error.offset
+            ) from None  # fmt: skip
         if source.seekable and scanner.pending >= _WORTH_SKIPPING:
             # The scanner may want the beginning of the argument: it gets a little more before the rest is skipped.
             wanted = _HEAD

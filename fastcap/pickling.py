@@ -37,6 +37,7 @@ __all__ = [
     "load",
     "loads",
     "uninstall",
+    "watch_dumps",
 ]
 
 #: The copies of cloudpickle that fastcap knows, by the name of their package.
@@ -75,7 +76,7 @@ def _flavor(name: str) -> Flavor:
         flavor = Flavor(module, module.Pickler)
     except (AttributeError, KeyError) as error:
         raise ImportError(
-            f"flavor {name!r} is not supported: {module.__file__} lacks {error}; fastcap needs cloudpickle 3.0 or newer",
+            f"flavor {name!r} is not supported: {module.__file__} lacks {error}; cloudpickle 3.0 or newer is needed",
             name=f"{name}.cloudpickle",
         ) from error
     for method in ("_function_reduce", "_dynamic_function_reduce", "_function_getnewargs"):
@@ -90,6 +91,79 @@ def _too_deep(error: RecursionError) -> pickle.PicklingError:
     wrapped = pickle.PicklingError("Could not pickle object as excessively deep recursion required.")
     wrapped.__cause__ = error
     return wrapped
+
+
+# ---- watching --------------------------------------------------------------------------------------------------------
+
+
+class Watch(Protocol):
+    """What is told about one dump; see `watch_dumps`."""
+
+    def write(self, data: Any, /) -> Any:
+        """Gets what the file of the dump gets."""
+
+    def add_buffer(self, size: int, /) -> None:
+        """A buffer of so many bytes stays out of band."""
+
+    def finish(self) -> None:
+        """The dump is complete. Not called for one that failed."""
+
+
+WatchFactory = Callable[[Any, str, bool, Any], "Watch | None"]
+_watchers: list[WatchFactory] = []
+
+
+@contextlib.contextmanager
+def watch_dumps(start: WatchFactory) -> Iterator[None]:
+    """Meanwhile ``start(obj, flavor, has_buffer_callback, file)`` is called before each dump that fastcap does.
+
+    It returns the `Watch` of that dump, or None, and runs in the thread of the dump, of which there may be several. To
+    see what a copy of cloudpickle dumps, `install` it; picklers that have dumped before are not watched.
+    """
+    _watchers.append(start)
+    try:
+        yield
+    finally:
+        _watchers.remove(start)
+
+
+class _Tee:
+    """The file and the buffer callback of a pickler whose dumps are watched."""
+
+    __slots__ = ("buffer_callback", "file", "flavor", "own_callback", "watches")
+
+    def __init__(self, flavor: Flavor, file: Any, buffer_callback: BufferCallback | None) -> None:
+        self.flavor = flavor.module.__name__.removesuffix(".cloudpickle")
+        self.file = file
+        self.own_callback = buffer_callback
+        self.buffer_callback = self.pass_buffer if buffer_callback is not None else None
+        self.watches: list[Watch] = []
+
+    def write(self, data: Any) -> Any:
+        result = self.file.write(data)
+        for watch in self.watches:
+            watch.write(data)
+        return result
+
+    def pass_buffer(self, buffer: pickle.PickleBuffer) -> Any:
+        assert self.own_callback is not None
+        in_band = self.own_callback(buffer)
+        if not in_band:
+            with memoryview(buffer) as view:
+                for watch in self.watches:
+                    watch.add_buffer(view.nbytes)
+        return in_band
+
+    @contextlib.contextmanager
+    def watching(self, obj: Any) -> Iterator[None]:
+        started = [start(obj, self.flavor, self.own_callback is not None, self.file) for start in list(_watchers)]
+        self.watches = [watch for watch in started if watch is not None]
+        try:
+            yield
+            for watch in self.watches:
+                watch.finish()
+        finally:
+            self.watches = []
 
 
 # ---- functions -------------------------------------------------------------------------------------------------------
@@ -129,9 +203,9 @@ def _dumps(
     flavor: Flavor, obj: Any, protocol: int | None, buffer_callback: BufferCallback | None, compact: bool
 ) -> bytes:
     hooks = flavor.hooks()
-    if hooks is None:
+    if hooks is None or _watchers:
         with io.BytesIO() as file:
-            _dump_with_class(flavor, obj, file, protocol, buffer_callback, compact)
+            _dump(flavor, obj, file, protocol, buffer_callback, compact)
             return file.getvalue()
     try:
         return _native.dumps(
@@ -154,6 +228,11 @@ def _dump(
     buffer_callback: BufferCallback | None,
     compact: bool,
 ) -> None:
+    if _watchers and not isinstance(file, _Tee):
+        tee = _Tee(flavor, file, buffer_callback)
+        with tee.watching(obj):
+            _dump(flavor, obj, tee, protocol, tee.buffer_callback, compact)
+        return
     hooks = flavor.hooks()
     if hooks is None:
         _dump_with_class(flavor, obj, file, protocol, buffer_callback, compact)
@@ -249,6 +328,7 @@ class CloudPickler(_native.Pickler):
 
     dispatch_table: Any
     dispatch: Any
+    _tee: _Tee | None = None
 
     def __init__(
         self,
@@ -262,6 +342,9 @@ class CloudPickler(_native.Pickler):
         own = _flavor(flavor)
         if protocol is None:
             protocol = own.module.DEFAULT_PROTOCOL
+        if _watchers:
+            self._tee = _Tee(own, file, buffer_callback)
+            file, buffer_callback = self._tee, self._tee.buffer_callback
         super().__init__(file, protocol, True, buffer_callback, compact=compact)
         table = self.dispatch_table
         if table is CloudPickler.dispatch_table:
@@ -275,7 +358,11 @@ class CloudPickler(_native.Pickler):
     def dump(self, obj: Any, /) -> None:
         """Write the pickle of `obj`. What was dumped before is referred to, until `clear_memo`."""
         try:
-            super().dump(obj)
+            if _watchers and self._tee is not None:
+                with self._tee.watching(obj):
+                    super().dump(obj)
+            else:
+                super().dump(obj)
         except RecursionError as error:
             raise _too_deep(error) from error
 
@@ -283,7 +370,7 @@ class CloudPickler(_native.Pickler):
         """The reduce value of a function or class that goes by value; NotImplemented for everything else."""
         return self._reducer.reduce(self, obj)
 
-    def _native_reduce(self, obj: Any) -> Any:
+    def _native_reduce(self, obj: Any) -> Any:  # type: ignore[override]  # a method is f(pickler, obj) as well
         # The encoder takes this, and in __init__ the faster bound method, for what reducer_override above does: it
         # then asks for functions and classes only, unless a subclass has a reducer_override of its own.
         return self._reducer.reduce(self, obj)
@@ -306,9 +393,9 @@ _NATIVE_REDUCE: Any = _native.Pickler.__dict__["_native_reduce"]
 
 
 # ---- routing cloudpickle's own picklers ------------------------------------------------------------------------------
-# cloudpickle's class stays what it is, a subclass of the C pickler, and so do its subclasses, their instances, and every
-# isinstance: `__init__` and `dump` are exchanged. The C pickler under a routed pickler is initialised as ever, and is
-# the place where its hooks are read from; a native encoder does the work.
+# cloudpickle's class stays what it is, a subclass of the C pickler, and so do its subclasses, their instances and every
+# isinstance: only `__init__` and `dump` are exchanged. The C pickler under a routed pickler is initialised as ever, and
+# is the place where its hooks are read from; a native encoder does the work.
 
 _C_DISPATCH_TABLE: Any = _pickle.Pickler.__dict__["dispatch_table"]
 _C_MEMO: Any = _pickle.Pickler.__dict__["memo"]
@@ -324,7 +411,7 @@ class _Encoder(_native.Pickler):
 class _Route:
     """What fastcap adds to one of cloudpickle's picklers."""
 
-    __slots__ = ("arguments", "compact", "encoder", "flavor")
+    __slots__ = ("arguments", "compact", "encoder", "flavor", "tee")
 
     def __init__(
         self, flavor: Flavor, file: Any, protocol: int, buffer_callback: BufferCallback | None, compact: bool = False
@@ -333,10 +420,15 @@ class _Route:
         self.arguments = (file, protocol, True, buffer_callback)
         self.compact = compact
         self.encoder: _Encoder | None = None
+        self.tee: _Tee | None = None
 
     def open(self) -> _Encoder:
         if self.encoder is None:
-            self.encoder = _Encoder(*self.arguments, compact=self.compact)
+            file, protocol, fix_imports, buffer_callback = self.arguments
+            if _watchers and not isinstance(file, _Tee):
+                self.tee = _Tee(self.flavor, file, buffer_callback)
+                file, buffer_callback = self.tee, self.tee.buffer_callback
+            self.encoder = _Encoder(file, protocol, fix_imports, buffer_callback, compact=self.compact)
         return self.encoder
 
 
@@ -364,7 +456,7 @@ def _persistent_id_of(pickler: Any) -> Any:
 
 def _routed_dump(pickler: Any, route: _Route, obj: Any) -> None:
     flavor = route.flavor
-    encoder = route.open()
+    encoder: Any = route.open()
     encoder.fast = pickler.fast
     try:
         table = _C_DISPATCH_TABLE.__get__(pickler)
@@ -381,7 +473,11 @@ def _routed_dump(pickler: Any, route: _Route, obj: Any) -> None:
     else:
         encoder.reducer_override = pickler.reducer_override
     try:
-        encoder.dump(obj)
+        if _watchers and route.tee is not None:
+            with route.tee.watching(obj):
+                encoder.dump(obj)
+        else:
+            encoder.dump(obj)
     except RecursionError as error:
         raise _too_deep(error) from error
     finally:
@@ -418,14 +514,16 @@ def _clear_memo(pickler: Any) -> None:
         route.encoder.clear_memo()
 
 
-@functools.cache
 def _flavor_of_class(cls: type) -> Flavor:
     for name in FLAVORS:
-        # Not imported yet: then nothing can have inherited from it.
-        if f"{name}.cloudpickle" in sys.modules:
+        if f"{name}.cloudpickle" not in sys.modules:
+            continue  # nothing can have inherited from it
+        try:
             flavor = _flavor(name)
-            if issubclass(cls, flavor.pickler_class):
-                return flavor
+        except ImportError:
+            continue  # too old
+        if issubclass(cls, flavor.pickler_class):
+            return flavor
     raise TypeError(
         f"{cls.__qualname__} must also inherit from the CloudPickler of a flavor: {', '.join(FLAVORS)}"
     )
@@ -496,7 +594,7 @@ class _Installation:
         self.flavor = flavor
         self.count = 0
         self.patches: list[_Patch] = []
-        # Picklers with a native encoder: what they have dumped must not be forgotten when they go back to the C pickler.
+        # Picklers with a native encoder: when they go back to the C pickler, it has to know what they have dumped.
         self.picklers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         module, cls = flavor.module, flavor.pickler_class
         own_functions = {attribute: getattr(module, attribute) for attribute in ("dump", "dumps")}
@@ -515,8 +613,9 @@ class _Installation:
     def undo(self) -> None:
         for patch in reversed(self.patches):
             patch.undo()
-        for pickler in list(self.picklers.values()):
-            route = pickler.__dict__.pop(_ROUTE, None)
+        for reference in self.picklers.valuerefs():  # a snapshot: other threads may be adding to them
+            pickler = reference()
+            route = None if pickler is None else pickler.__dict__.pop(_ROUTE, None)
             if route is not None and route.encoder is not None:
                 _C_MEMO.__set__(pickler, route.encoder.memo.copy())
 
@@ -597,7 +696,7 @@ def _names(flavors: tuple[str, ...]) -> list[str]:
 
 
 def install(*flavors: str) -> list[str]:
-    """Make copies of cloudpickle native: ``install("ray.cloudpickle")``. Returns the names of the flavors it did that to.
+    """Make copies of cloudpickle native: ``install("ray.cloudpickle")``. Returns the names of the flavors.
 
     Their ``dump``, ``dumps``, ``Pickler`` and ``CloudPickler`` write the same bytes as before, in less time. Subclasses
     and registered reducers are kept, and the classes stay the same objects; code that has imported ``dumps`` by name
@@ -647,5 +746,5 @@ def installed(*flavors: str) -> Iterator[None]:
 
 
 _default = _flavor("cloudpickle")
-CloudPickler.dispatch_table = _default.pickler_class.dispatch_table  # type: ignore[attr-defined]
+CloudPickler.dispatch_table = _default.pickler_class.dispatch_table
 CloudPickler.dispatch = CloudPickler.dispatch_table

@@ -6,14 +6,17 @@ the command line and `Report.from_dict` reads it back.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 FORMAT = 1
 """Version of the dictionary that `Report.to_dict` makes; `Report.from_dict` refuses others."""
+
+_MAX_SAVED_SIZE = 256 * 1024**2  # bytes of JSON that are read back as a report
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
@@ -211,6 +214,17 @@ class Report:
             return self.find_row(path)
         return next((row for row in self.nodes if row.path == path), None)
 
+    def changed(self, **changes: Any) -> Report:
+        """A plain report of the same facts, but for the changes."""
+        return Report(**{each.name: getattr(self, each.name) for each in fields(Report)} | changes)
+
+    def with_budget(self, name: str, size: int, source: str) -> Report:
+        """The report with a limit of the user's as the first of its limits, in the place of one of the same name."""
+        details = self.details
+        budget = Limit(name, size, self.payload_size / max(size, 1), self.payload_size > size, "error", source)
+        limits = (budget, *(limit for limit in details.limits if limit.name != name))
+        return self.changed(make_details=lambda: replace(details, limits=limits))
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; ``format`` is `FORMAT`."""
         return {
@@ -261,6 +275,17 @@ class Report:
         except (KeyError, TypeError) as error:
             reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
             raise ValueError(f"a fastcap report of format {FORMAT} that is damaged: {reason}") from error
+
+
+def read_report(file: IO[bytes]) -> Report:
+    """The report that was saved as JSON in a file; ``ValueError`` says why it is none."""
+    text = file.read(_MAX_SAVED_SIZE + 1)
+    if len(text) > _MAX_SAVED_SIZE:
+        raise ValueError(f"it has more than {format_size(_MAX_SAVED_SIZE)}")
+    try:
+        return Report.from_dict(json.loads(text))
+    except RecursionError as error:
+        raise ValueError(str(error)) from error
 
 
 def _plain(row: Any) -> dict[str, Any]:

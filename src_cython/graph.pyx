@@ -6,10 +6,10 @@ written before it, hence to an ancestor, to a node further left, or (seen from a
 descendant, never to a node further right. Lengauer and Tarjan's algorithm therefore runs on the table as it is.
 """
 
-from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
+from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytes cimport PyBytes_FromStringAndSize
 cimport cython
-from cpython.mem cimport PyMem_RawFree, PyMem_RawMalloc
+from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree, PyMem_RawMalloc
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memchr, memcpy, memset
 
@@ -19,6 +19,8 @@ from opcodes cimport *
 import heapq
 import pickletools
 from typing import NamedTuple
+
+from fastcap._native.scanner import Block
 
 OPERAND, ITEM, PAIR, STATE, DISCARD, PICKLE, RAW = range(7)
 
@@ -68,7 +70,8 @@ cdef class Graph:
     cdef Py_buffer nodes_view, refs_view, skeleton_view, holes_view, overheads_view
     cdef int view_count                 # how many of those are held
     cdef const Node* nodes              # borrowed from nodes_view, likewise below
-    cdef const Ref* refs
+    cdef Ref* refs                      # borrowed, but ours alone to reorder
+    cdef bint refs_grouped              # by target, in rising order
     cdef const uint8_t* skeleton
     cdef const Hole* hole_table
     cdef const Overhead* overheads
@@ -83,6 +86,11 @@ cdef class Graph:
     cdef uint32_t* outgoing             # owned; reference numbers grouped by source
     cdef uint32_t* idom                 # owned; immediate dominators; NULL until asked for
     cdef uint64_t* retained             # owned; bytes; NULL until asked for
+    cdef uint32_t* big                  # owned; nodes of at least `big_least` bytes, see `need_big`; NULL until asked for
+    cdef uint32_t big_count
+    cdef uint64_t big_least             # bytes
+    cdef uint32_t* kind_of              # owned; node -> number of its kind, see `need_kinds`; NULL until asked for
+    cdef list examples                  # kind -> first node of it
     cdef readonly object stream_size    # bytes of the stream
     cdef readonly object buffer_size    # bytes of all out-of-band buffers
     cdef readonly object overhead       # bytes of PROTO, FRAME and STOP opcodes
@@ -95,10 +103,13 @@ cdef class Graph:
         if self.view_count:
             raise TypeError("Graph.__init__ may be called only once")
         for field, source in enumerate((tables.nodes, tables.references, tables.skeleton, tables.holes, tables.overheads)):
-            PyObject_GetBuffer(source, self.view(field), PyBUF_SIMPLE)
+            if field == 1 and memoryview(source).readonly and not isinstance(source, Block):
+                source = bytearray(source)
+            # the references are sorted in place, see `need_dominators`
+            PyObject_GetBuffer(source, self.view(field), PyBUF_WRITABLE if field == 1 else PyBUF_SIMPLE)
             self.view_count += 1
         self.nodes = <const Node*>self.nodes_view.buf
-        self.refs = <const Ref*>self.refs_view.buf
+        self.refs = <Ref*>self.refs_view.buf
         self.skeleton = <const uint8_t*>self.skeleton_view.buf
         self.hole_table = <const Hole*>self.holes_view.buf
         self.overheads = <const Overhead*>self.overheads_view.buf
@@ -143,6 +154,8 @@ cdef class Graph:
         PyMem_RawFree(self.outgoing)
         PyMem_RawFree(self.idom)
         PyMem_RawFree(self.retained)
+        PyMem_RawFree(self.kind_of)
+        PyMem_RawFree(self.big)
 
     cdef Py_buffer* view(self, int field) noexcept:
         if field == 0:
@@ -188,8 +201,7 @@ cdef class Graph:
             raise ValueError(f"node {bad} of {self.n} does not fit into the tree: {self.nodes[bad]}")
         with nogil:
             for i in range(self.ref_count):
-                if (self.refs[i].source >= self.n or self.refs[i].target >= self.n
-                        or (i and self.refs[i].target < self.refs[i - 1].target)):
+                if self.refs[i].source >= self.n or self.refs[i].target >= self.n:
                     bad = i
                     break
         if bad != NO_INDEX:
@@ -221,11 +233,50 @@ cdef class Graph:
             child += self.nodes[child].count
         return size
 
+    cdef int need_grouped(self) except -1:
+        """Group the references by target, in place: a stream can have several times as many of them as nodes.
+
+        "American flag" sort with one bucket a node (McIlroy, Bostic and McIlroy, Engineering radix sort, 1993). Holds the
+        GIL, since others may be reading the references.
+        """
+        cdef Ref held, other
+        cdef Ref* refs = self.refs
+        cdef uint32_t n = self.n
+        cdef uint32_t i, target, last
+        cdef uint32_t* start   # where the group of a target begins; n + 1 entries
+        cdef uint32_t* free    # where its next reference goes
+        if self.refs_grouped:
+            return 0
+        start = <uint32_t*>allocate((2 * <size_t>n + 1) * sizeof(uint32_t))
+        free = start + n + 1
+        memset(start, 0, (<size_t>n + 1) * sizeof(uint32_t))
+        for i in range(self.ref_count):
+            start[refs[i].target + 1] += 1
+        for i in range(n):
+            start[i + 1] += start[i]
+            free[i] = start[i]
+        for i in range(n):
+            last = start[i + 1]
+            while free[i] < last:
+                held = refs[free[i]]
+                while held.target != i:
+                    target = held.target
+                    other = refs[free[target]]
+                    refs[free[target]] = held
+                    free[target] += 1
+                    held = other
+                refs[free[i]] = held
+                free[i] += 1
+        PyMem_RawFree(start)
+        self.refs_grouped = True
+        return 0
+
     cdef int need_outgoing(self) except -1:
         """Group the references by source (counting sort)."""
         cdef uint32_t* first
         cdef uint32_t* grouped
         cdef uint32_t i, source
+        self.need_grouped()
         if self.first_out != NULL:
             return 0
         first = <uint32_t*>allocate((<size_t>self.n + 2) * sizeof(uint32_t))
@@ -286,6 +337,7 @@ cdef class Graph:
         cdef uint32_t* work
         if self.idom != NULL:
             return 0
+        self.need_grouped()
         idom = <uint32_t*>allocate(self.n * sizeof(uint32_t))
         work = <uint32_t*>PyMem_RawMalloc(3 * <size_t>self.n * sizeof(uint32_t))
         if work == NULL:
@@ -321,6 +373,58 @@ cdef class Graph:
         self.retained = retained
         return 0
 
+    cdef int need_big(self) except -1:
+        """Note the nodes whose subtree is at least 1/2000 of the whole: what is asked is nearly always about these."""
+        cdef uint32_t i
+        cdef uint32_t count = 0
+        cdef uint64_t least = max(1, self.subtree_size(0) // 2000)
+        cdef uint32_t* big
+        if self.big != NULL:
+            return 0
+        for i in range(self.n):
+            count += self.subtree_size(i) >= least
+        big = <uint32_t*>allocate((<size_t>count + 1) * sizeof(uint32_t))
+        count = 0
+        i = 0
+        while i < self.n:
+            if self.subtree_size(i) >= least:
+                big[count] = i
+                count += 1
+                i += 1
+            else:
+                i += self.nodes[i].count  # what is inside is smaller still
+        self.big_count = count
+        self.big_least = least
+        self.big = big
+        return 0
+
+    cdef uint32_t first_big(self, uint32_t node) noexcept nogil:
+        """Number of the first big node that is not before this one."""
+        cdef uint32_t low = 0
+        cdef uint32_t high = self.big_count
+        cdef uint32_t middle
+        while low < high:
+            middle = low + (high - low) // 2
+            if self.big[middle] < node:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    cdef uint32_t next_of_size(self, uint32_t node, uint32_t end, uint64_t least) noexcept nogil:
+        """The first of `node`, its next siblings and so on (before `end`) whose subtree has `least` bytes; `end` if none."""
+        cdef uint32_t number
+        if least >= self.big_least:
+            number = self.first_big(node)
+            while number < self.big_count and self.big[number] < end:
+                if self.subtree_size(self.big[number]) >= least:
+                    return self.big[number]
+                number += 1
+            return end
+        while node < end and self.subtree_size(node) < least:
+            node += self.nodes[node].count
+        return node
+
     # ---- questions --------------------------------------------------------------------------------------------------
 
     def __len__(self):
@@ -341,17 +445,18 @@ cdef class Graph:
             raise IndexError(f"node {number} of a graph with {self.n}")
         return number
 
+    cdef str op_name(self, uint32_t i):
+        if self.nodes[i].op:
+            return OP_NAMES[self.nodes[i].op]
+        return "RAW" if self.nodes[i].place >> ROLE_SHIFT == ROLE_RAW else "FILE"
+
     def node(self, number):
         """The node with this index as a `NodeView`."""
         cdef uint32_t i = self.index(number)
         cdef const Node* node = &self.nodes[i]
         self.need_retained()
-        if node.op:
-            op = OP_NAMES[node.op]
-        else:
-            op = "RAW" if node.place >> ROLE_SHIFT == ROLE_RAW else "FILE"
         return NodeView(
-            i, op, node.start, node.end, signed(node.parent), node.place >> ROLE_SHIFT, node.place & POSITION_MASK,
+            i, self.op_name(i), node.start, node.end, signed(node.parent), node.place >> ROLE_SHIFT, node.place & POSITION_MASK,
             signed(node.arg), signed(node.memo), node.count, self.self_size(i), self.subtree_size(i),
             self.retained[i], signed(self.idom[i]),
         )
@@ -374,9 +479,9 @@ cdef class Graph:
             self.need_outgoing()
             self.order_outgoing(i)
             ref, ref_end = self.first_out[i], self.first_out[i + 1]
+        self.need_big()
         while most < 0 or len(result) < most:
-            while child < end and self.subtree_size(child) < least:
-                child += self.nodes[child].count
+            child = self.next_of_size(child, end, least)
             edge = &self.refs[self.outgoing[ref]] if ref < ref_end else NULL
             if child < end and (edge == NULL or self.nodes[child].place <= edge.place):
                 result.append(Edge(self.nodes[child].place >> ROLE_SHIFT, self.nodes[child].place & POSITION_MASK,
@@ -411,12 +516,15 @@ cdef class Graph:
     def referrers(self, number, limit=10):
         """Nodes that hold a memo reference to this one, in stream order, at most ``limit``; one for each reference."""
         cdef uint32_t i = self.index(number)
-        cdef uint32_t ref = self.first_ref(i)
+        cdef uint32_t ref
+        self.need_grouped()
+        ref = self.first_ref(i)
         return heapq.nsmallest(limit, [self.refs[r].source for r in range(ref, self.first_ref(i + 1))])
 
     def referrer_count(self, number):
         """How many memo references lead to this node."""
         cdef uint32_t i = self.index(number)
+        self.need_grouped()
         return self.first_ref(i + 1) - self.first_ref(i)
 
     def dominated(self, number, min_size=0, limit=-1):
@@ -427,15 +535,13 @@ cdef class Graph:
         cdef uint64_t least = min_size
         cdef list found = []
         self.need_retained()
+        self.need_big()
         # A node dominated by i lies in i's subtree: every path from the root leads through i, the tree path too.
-        j = i + 1
+        j = self.next_of_size(i + 1, end, least)
         while j < end:
             if self.retained[j] >= least and self.idom[j] == i:
                 found.append((-<object>self.retained[j], j))
-            if self.subtree_size(j) < least:
-                j += self.nodes[j].count  # what is inside is smaller still
-            else:
-                j += 1
+            j = self.next_of_size(j + 1, end, least)
         found.sort()
         if limit >= 0:
             del found[limit:]
@@ -555,15 +661,37 @@ cdef class Graph:
 
     # ---- totals by type ---------------------------------------------------------------------------------------------
 
-    cdef int64_t type_key(self, uint32_t i) noexcept nogil:
-        """What tells the type of a node: its callable for calls, else its opcode (negative)."""
-        cdef uint32_t callee
-        if is_call(self.nodes[i].op) and self.nodes[i].arg != NO_INDEX:
-            callee = self.nodes[i].arg
-            if self.nodes[callee].flags & FLAG_ALIAS:
-                callee = self.nodes[callee].arg
-            return callee
-        return -<int64_t>self.nodes[i].op - 1
+    cdef int need_kinds(self) except -1:
+        """Number the kinds of node: nodes made by calls of one callable are of one kind, else those of one opcode."""
+        cdef uint32_t* kind_of
+        cdef uint32_t* of_callee    # kind + 1 of the calls of each node; calloc: only pages that are used become real
+        cdef uint32_t of_op[256]    # kind + 1 of each opcode
+        cdef uint32_t i, callee
+        cdef uint32_t* kind
+        cdef list examples = []
+        if self.kind_of != NULL:
+            return 0
+        kind_of = <uint32_t*>allocate(self.n * sizeof(uint32_t))
+        of_callee = <uint32_t*>PyMem_RawCalloc(self.n, sizeof(uint32_t))
+        if of_callee == NULL:
+            PyMem_RawFree(kind_of)
+            raise MemoryError()
+        memset(of_op, 0, sizeof(of_op))
+        for i in range(self.n):
+            kind = &of_op[self.nodes[i].op]
+            if is_call(self.nodes[i].op) and self.nodes[i].arg != NO_INDEX:
+                callee = self.nodes[i].arg
+                if self.nodes[callee].flags & FLAG_ALIAS:
+                    callee = self.nodes[callee].arg
+                kind = &of_callee[callee]
+            if kind[0] == 0:
+                examples.append(i)
+                kind[0] = <uint32_t>len(examples)
+            kind_of[i] = kind[0] - 1
+        PyMem_RawFree(of_callee)
+        self.kind_of = kind_of
+        self.examples = examples
+        return 0
 
     def select(self, opcodes, min_size=0, limit=-1, min_arg=0):
         """The nodes that one of these opcodes (their bytes) made, of at least so many bytes and items, in stream order."""
@@ -589,29 +717,12 @@ cdef class Graph:
         return found
 
     def type_keys(self):
-        """(key, op, example) for every distinct kind of node; ``example`` is the index of the first such node.
+        """(key, op, example) for every distinct kind of node, in stream order; ``example`` is the first such node.
 
-        The key of a call (REDUCE, OBJ, NEWOBJ, NEWOBJ_EX) is the index of its callable, else a negative number that
-        stands for the opcode.
+        Nodes made by calls (REDUCE, OBJ, NEWOBJ, NEWOBJ_EX) of one callable are of one kind, else those of one opcode.
         """
-        cdef uint32_t i
-        cdef int64_t key
-        cdef int64_t last = -1000
-        cdef dict seen = {}
-        cdef uint8_t known[257]
-        memset(known, 0, sizeof(known))
-        for i in range(self.n):
-            key = self.type_key(i)
-            if key == last:
-                continue
-            last = key
-            if key < 0:
-                if known[-key - 1]:
-                    continue
-                known[-key - 1] = 1
-            if key not in seen:
-                seen[key] = i
-        return [(key, self.node(example).op, example) for key, example in seen.items()]
+        self.need_kinds()
+        return [(key, self.op_name(example), example) for key, example in enumerate(self.examples)]
 
     def type_totals(self, meanings):
         """key -> (number of nodes, bytes), for the keys of `type_keys`.
@@ -619,28 +730,31 @@ cdef class Graph:
         ``meanings[key]`` is 0 for a type with a row of its own, 1 for one that takes in all that is written below it, 2
         for glue whose own bytes count with its parent. The bytes add up to the payload without its overhead.
         """
-        cdef uint32_t i, j, end
-        cdef int64_t key
-        cdef dict totals = {}
-        cdef uint8_t* meaning = <uint8_t*>allocate(self.n + 257)  # by key + 257
+        cdef uint32_t i, key
+        cdef uint32_t kinds
         cdef uint64_t* bytes_of = NULL
-        cdef uint64_t* count_of = NULL
-        cdef int64_t* row = NULL
+        cdef uint64_t* count_of
+        cdef uint8_t* meaning
+        cdef uint32_t* row = NULL  # node -> kind that its bytes count with; not set inside what is taken in
+        self.need_kinds()
+        kinds = <uint32_t>len(self.examples)
+        for number in meanings:
+            if not 0 <= number < kinds:
+                raise ValueError(f"{number} is no type key of this graph")
+        row = <uint32_t*>allocate(self.n * sizeof(uint32_t))
+        bytes_of = <uint64_t*>PyMem_RawCalloc(kinds, 2 * sizeof(uint64_t) + 1)
+        if bytes_of == NULL:
+            PyMem_RawFree(row)
+            raise MemoryError()
+        count_of = bytes_of + kinds
+        meaning = <uint8_t*>(count_of + kinds)
         try:
-            bytes_of = <uint64_t*>allocate((<size_t>self.n + 257) * sizeof(uint64_t))
-            count_of = <uint64_t*>allocate((<size_t>self.n + 257) * sizeof(uint64_t))
-            row = <int64_t*>allocate(self.n * sizeof(int64_t))
-            memset(meaning, 0, self.n + 257)
-            memset(bytes_of, 0, (<size_t>self.n + 257) * sizeof(uint64_t))
-            memset(count_of, 0, (<size_t>self.n + 257) * sizeof(uint64_t))
             for number, value in meanings.items():
-                if not -257 <= number < self.n:
-                    raise ValueError(f"{number} is no type key of this graph")
-                meaning[<int64_t>number + 257] = value
+                meaning[<uint32_t>number] = value
             with nogil:
                 i = 0
                 while i < self.n:
-                    key = self.type_key(i) + 257
+                    key = self.kind_of[i]
                     if meaning[key] == 2 and i:
                         row[i] = row[self.nodes[i].parent]
                     else:
@@ -650,15 +764,10 @@ cdef class Graph:
                     if i:
                         bytes_of[row[self.nodes[i].parent]] -= self.subtree_size(i)
                     i += self.nodes[i].count if meaning[key] == 1 else 1
-            for j in range(self.n + 257):
-                if count_of[j]:
-                    totals[<int64_t>j - 257] = (count_of[j], bytes_of[j])
-            return totals
+            return {key: (count_of[key], bytes_of[key]) for key in range(kinds) if count_of[key]}
         finally:
-            PyMem_RawFree(meaning)
-            PyMem_RawFree(bytes_of)
-            PyMem_RawFree(count_of)
             PyMem_RawFree(row)
+            PyMem_RawFree(bytes_of)
 
 
 cdef void* allocate(size_t size) except NULL:

@@ -165,3 +165,91 @@ cdef inline void memo_free_arrays(Memo* memo) noexcept:
     for position in range(count):
         memo_decref(objects[position])
     memo_free(objects)
+
+
+# Compact mode leaves objects that nothing else can reach out of the memo, and only writes their addresses down. Should a
+# reducer bring up an object later on, the log tells whether it is one of them. It becomes a hash set at the first question.
+cdef struct AddressLog:
+    PyObject** entries      # owned array of addresses, which are compared and never followed
+    Py_ssize_t count        # entries
+    Py_ssize_t room         # entries it has room for
+    size_t* slots           # owned open-addressing set of the first `hashed` entries, 0 is free; NULL before its first use
+    size_t mask             # number of slots - 1, a power of two less one
+    Py_ssize_t hashed       # entries in the set
+
+
+cdef inline bint log_add(AddressLog* log, PyObject* address) noexcept:
+    """Append; false when there is no memory."""
+    cdef Py_ssize_t room
+    cdef PyObject** entries
+    if log.count == log.room:
+        room = log.room * 2 if log.room else 256
+        entries = <PyObject**>memo_realloc(log.entries, <size_t>room * sizeof(PyObject*))
+        if entries == NULL:
+            return False
+        log.entries = entries
+        log.room = room
+    log.entries[log.count] = address
+    log.count += 1
+    return True
+
+
+cdef inline size_t log_slot(AddressLog* log, size_t address) noexcept:
+    """The slot that holds `address`, or the free one where it belongs."""
+    cdef size_t h = address >> 4
+    cdef size_t perturb = h
+    cdef size_t i = h & log.mask
+    while log.slots[i] != 0 and log.slots[i] != address:
+        perturb >>= 5
+        i = (i * 5 + 1 + perturb) & log.mask
+    return i
+
+
+cdef inline int log_has(AddressLog* log, PyObject* address) noexcept:
+    """1: was written down; 0: was not; -1: no memory."""
+    cdef size_t slot_count = log.mask + 1 if log.slots != NULL else 512
+    cdef size_t* slots
+    if log.slots == NULL or <size_t>log.count * 2 > slot_count:
+        while <size_t>log.count * 2 > slot_count:
+            slot_count *= 4
+        slots = <size_t*>memo_malloc(slot_count * sizeof(size_t))
+        if slots == NULL:
+            return -1
+        memset(slots, 0, slot_count * sizeof(size_t))
+        memo_free(log.slots)
+        log.slots = slots
+        log.mask = slot_count - 1
+        log.hashed = 0
+    while log.hashed < log.count:
+        log.slots[log_slot(log, <size_t>log.entries[log.hashed])] = <size_t>log.entries[log.hashed]
+        log.hashed += 1
+    return log.slots[log_slot(log, <size_t>address)] != 0
+
+
+cdef inline void log_free(AddressLog* log) noexcept:
+    memo_free(log.entries)
+    memo_free(log.slots)
+    memset(log, 0, sizeof(AddressLog))
+
+
+cdef inline bint memo_truncate(Memo* memo, Py_ssize_t count) noexcept:
+    """Drop all objects after the first `count`; false when there is no memory. Drops references last."""
+    cdef Py_ssize_t last = memo.count
+    cdef Py_ssize_t i
+    cdef PyObject** dropped
+    if count >= last:
+        return True
+    dropped = <PyObject**>memo_malloc(<size_t>(last - count) * sizeof(PyObject*))
+    if dropped == NULL:
+        return False
+    memcpy(dropped, memo.objects + count, <size_t>(last - count) * sizeof(PyObject*))
+    memo.count = count
+    if not memo_rehash(memo, memo.mask + 1):
+        memo.count = last
+        memo_free(dropped)
+        return False
+    memo.generation += 1
+    for i in range(last - count):
+        memo_decref(dropped[i])
+    memo_free(dropped)
+    return True

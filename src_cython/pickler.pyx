@@ -24,7 +24,8 @@ from buffer cimport (
     BUFFER_SLACK, FRAME_HEADER_SIZE, FRAME_SIZE_MIN, FRAME_SIZE_TARGET, Buffer, put_bytes, put_u16, put_u32, put_u64,
 )
 from memo cimport (
-    Memo, memo_add, memo_find, memo_free_arrays, memo_full, memo_grow, memo_init, memo_label, memo_zero,
+    AddressLog, Memo, log_add, log_free, log_has, memo_add, memo_find, memo_free_arrays, memo_full, memo_grow, memo_init,
+    memo_label, memo_truncate, memo_zero,
 )
 from opcodes cimport *
 
@@ -86,12 +87,16 @@ cdef extern from *:
     #define fastcap_unicode_ready(s) 0
     #endif
 
+    static inline int fastcap_set_has_weakrefs(PyObject *set) { return ((PySetObject *)set)->weakreflist != NULL; }
+
     static inline void fastcap_pack_double(PyObject *obj, char *out) {
         double x = PyFloat_AS_DOUBLE(obj);
         unsigned long long bits;
+        unsigned char big[8];
         int i;
         memcpy(&bits, &x, 8);   /* IEEE 754 assumed, as CPython 3.11+ does */
-        for (i = 0; i < 8; i++) out[i] = (char)(bits >> (56 - 8 * i));
+        for (i = 0; i < 8; i++) big[i] = (unsigned char)(bits >> (56 - 8 * i));     /* compilers make it one swap */
+        memcpy(out, big, 8);
     }
     """
     int fastcap_lookup_attr(PyObject*, PyObject*, PyObject**) except -1
@@ -100,6 +105,7 @@ cdef extern from *:
     bint fastcap_small_int(PyObject*, long*) noexcept
     int fastcap_unicode_ready(PyObject*) except -1
     void fastcap_pack_double(PyObject*, char*) noexcept
+    bint fastcap_set_has_weakrefs(PyObject*) noexcept
     bint _PySet_NextEntry(PyObject*, Py_ssize_t*, PyObject**, Py_hash_t*) noexcept
 
 cdef extern from "Python.h":
@@ -185,6 +191,7 @@ cdef extern from *:
     static inline int fastcap_generic_getattr(PyTypeObject *t) { return t->tp_getattro == PyObject_GenericGetAttr; }
     static inline int fastcap_has_new(PyTypeObject *t) { return t->tp_new != NULL; }
     static inline Py_ssize_t fastcap_item_size(PyTypeObject *t) { return t->tp_itemsize; }
+    static inline int fastcap_is_heap_type(PyTypeObject *t) { return PyType_HasFeature(t, Py_TPFLAGS_HEAPTYPE); }
     static inline Py_ssize_t fastcap_basic_size(PyTypeObject *t) { return t->tp_basicsize; }
     static inline int fastcap_has_weakrefs(PyTypeObject *t) { return t->tp_weaklistoffset != 0; }
     #if PY_VERSION_HEX >= 0x030C0000
@@ -209,6 +216,7 @@ cdef extern from *:
     bint fastcap_generic_getattr(PyTypeObject*) noexcept
     bint fastcap_has_new(PyTypeObject*) noexcept
     Py_ssize_t fastcap_item_size(PyTypeObject*) noexcept
+    bint fastcap_is_heap_type(PyTypeObject*) noexcept
     Py_ssize_t fastcap_basic_size(PyTypeObject*) noexcept
     bint fastcap_has_dict(PyTypeObject*) noexcept
     Py_ssize_t fastcap_plain_size(PyTypeObject*) noexcept
@@ -300,6 +308,11 @@ cdef enum:
     F_SINGLE = 1        # one item without MARK
     F_BUILD = 2         # write BUILD after the end
     F_GUARDED = 4       # obj's address is in `fast_memo`
+    F_ALONE = 8         # compact mode: nothing but its owner refers to obj, which stays out of the memo
+
+cdef enum:
+    # How many references to an object the pickler holds beside its owner when it calls save; see `alone`.
+    OWN_UNKNOWN = -1000     # the object may come up again whatever its reference count says
 
 cdef struct TypeInfo:
     PyTypeObject* type          # borrowed, compared only; a dead type's version never comes back
@@ -384,6 +397,12 @@ cdef class Pickler:
     cdef bint in_memory             # no file: the result stays in `out`
     cdef bint framing
     cdef bint compact
+    cdef bint thrifty               # compact, and no object that was left out has been found again in this dump
+    cdef bint opaque                # user code has run in this dump that may have got hold of any object
+    cdef AddressLog left_out        # compact mode: objects that are not in the memo
+    cdef list delayed               # compact mode: what is to be written to the file when the dump has succeeded
+    cdef list answers               # compact mode: what buffer_callback has answered, in order
+    cdef Py_ssize_t answer          # how many of them have been used again
     cdef bint has_pers
     cdef bint has_dispatch
     cdef bint pers_bound            # pers_func is a function to be called with the pickler as its first argument
@@ -404,6 +423,7 @@ cdef class Pickler:
     def __cinit__(self, *args, **kwargs):
         memo_zero(&self.memo_table)
         memset(&self.out, 0, sizeof(Buffer))
+        memset(&self.left_out, 0, sizeof(AddressLog))
         self.out.frame = -1
         self.epoch = 1
         self.pers_attribute = MISSING
@@ -433,6 +453,7 @@ cdef class Pickler:
             xdecref(self.types[i].slotnames)
         if self.memo_table.objects != NULL:
             memo_free_arrays(&self.memo_table)
+        log_free(&self.left_out)
         xdecref(self.out.owner)
 
     def dump(self, obj, /):
@@ -443,6 +464,7 @@ cdef class Pickler:
         try:
             dump_object(self, <PyObject*>obj)
             flush(self)
+            write_delayed(self)
         except BaseException as error:
             note_path(self, error)
             raise
@@ -747,6 +769,9 @@ cdef int end_dump(Pickler self) except -1:
     self.native = None
     self.has_native = False
     self.fast_memo = None
+    self.delayed = None
+    self.answers = None
+    log_free(&self.left_out)
     if SINCE_313:
         self.pers_func = None
         self.has_pers = False
@@ -766,7 +791,47 @@ cdef bytes dump_to_bytes(Pickler self, object obj):
         end_dump(self)
 
 
+class FoundAgain(Exception):
+    """Compact mode: a reducer has brought up an object that was left out of the memo. Never leaves the pickler."""
+
+
 cdef int dump_object(Pickler self, PyObject* obj) except -1:
+    cdef Py_ssize_t memoized = self.memo_table.count
+    cdef uint64_t generation = self.memo_table.generation
+    self.thrifty = self.compact and not self.fast_
+    self.opaque = False
+    if not self.thrifty:
+        return dump_once(self, obj)
+    self.answers = None if self.buffer_callback is None else []
+    self.answer = 0
+    self.delayed = None if self.in_memory else []
+    try:
+        return dump_once(self, obj)
+    except FoundAgain:
+        pass
+    # Start again and memoize everything. Reducers are asked twice, but buffers are not handed out twice.
+    while self.depth:
+        pop(self)
+    if self.memo_table.generation == generation and not memo_truncate(&self.memo_table, memoized):
+        raise MemoryError
+    if self.delayed is not None:
+        self.delayed = []
+    log_free(&self.left_out)
+    self.thrifty = False
+    self.answer = 0
+    return dump_once(self, obj)
+
+
+cdef int write_delayed(Pickler self) except -1:
+    if self.delayed is not None:
+        chunks = self.delayed
+        self.delayed = None
+        for chunk in chunks:
+            write_chunk(self, chunk)
+    return 0
+
+
+cdef int dump_once(Pickler self, PyObject* obj) except -1:
     self.epoch += 1
     if self.out.owner == NULL:
         self.out.owner = new_bytes(NULL, FIRST_BUFFER)
@@ -784,7 +849,7 @@ cdef int dump_object(Pickler self, PyObject* obj) except -1:
         if self.proto >= 4:
             self.framing = True
     begin_frame(self)
-    if save(self, obj):
+    if save(self, obj, OWN_UNKNOWN):
         run(self)
     reserve(self, 1)
     put(self, OP_STOP)
@@ -837,8 +902,25 @@ cdef int run(Pickler self) except -1:
                 return 0
 
 
-cdef Frame* push(Pickler self, int kind, PyObject* obj) except NULL:
+cdef inline Frame* push(Pickler self, int kind, PyObject* obj) except NULL:
     """A new uppermost frame that works on `obj` (may be NULL), of which it takes a reference of its own."""
+    cdef Py_ssize_t chunk = self.depth // CHUNK_FRAMES
+    cdef Frame* f
+    if chunk == self.chunk_count or self.fast_ or kind >= K_REDUCE:
+        return push_checked(self, kind, obj)
+    f = &self.chunks[chunk][self.depth % CHUNK_FRAMES]
+    memset(f, 0, sizeof(Frame))
+    f.kind = kind
+    f.obj = obj
+    if obj != NULL:
+        incref(obj)
+    self.depth += 1
+    self.top = f
+    return f
+
+
+cdef Frame* push_checked(Pickler self, int kind, PyObject* obj) except NULL:
+    """push where there is more to do: room for frames, the depth of reduce values, cycles in fast mode."""
     cdef Py_ssize_t chunk = self.depth // CHUNK_FRAMES
     cdef Frame** chunks
     cdef Frame* f
@@ -852,15 +934,9 @@ cdef Frame* push(Pickler self, int kind, PyObject* obj) except NULL:
             raise MemoryError
         self.chunk_count = chunk + 1
     f = &self.chunks[chunk][self.depth % CHUNK_FRAMES]
+    memset(f, 0, sizeof(Frame))
     f.kind = kind
-    f.step = 0
-    f.batch = 0
-    f.flags = 0
-    f.pos = 0
-    f.size = 0
     f.obj = obj
-    f.a = NULL
-    f.b = NULL
     if kind == K_REDUCE or kind == K_PERSID:
         if self.reduce_depth >= MAX_REDUCE_DEPTH:
             self.fatal = True
@@ -1032,6 +1108,10 @@ cdef int flush(Pickler self) except -1:
 
 
 cdef int write_chunk(Pickler self, object chunk) except -1:
+    if self.delayed is not None:
+        # A view keeps a bytearray from being resized until it is written.
+        self.delayed.append(memoryview(chunk) if type(chunk) is bytearray else chunk)
+        return 0
     write = self.write
     self.fatal = True
     write(chunk)
@@ -1169,9 +1249,18 @@ cdef object first_of(tuple entry):
     return entry[0]
 
 
-cdef int put_get(Pickler self, Py_ssize_t position) except -1:
+cdef inline int put_get(Pickler self, Py_ssize_t position) except -1:
     """memo_get: fetch a memoized object."""
-    cdef Py_ssize_t index = memo_label(&self.memo_table, position)
+    cdef char* p = self.out.next
+    if position < 256 and self.bin_ and self.memo_table.labels == NULL:
+        p[0] = <char>OP_BINGET
+        p[1] = <char>position
+        self.out.next = p + 2
+        return 0
+    return put_long_get(self, memo_label(&self.memo_table, position))
+
+
+cdef int put_long_get(Pickler self, Py_ssize_t index) except -1:
     cdef char* p = self.out.next
     if not self.bin_:
         return put_text(self, OP_GET, index)
@@ -1258,39 +1347,101 @@ cdef int relabel(Memo* memo, Py_ssize_t position) except -1:
 
 # ---- save: every function from here returns 0 when the object is written, 1 when a frame was pushed -------------------
 
-cdef inline int save(Pickler self, PyObject* obj) except -1:
-    """Save `obj`, a reference the caller may lose as soon as user code runs."""
+cdef inline int save(Pickler self, PyObject* obj, int own) except -1:
+    """Save `obj`, a reference the caller may lose as soon as user code runs; `own` is explained at `alone`."""
     if self.out.next >= self.out.limit or self.has_pers:
-        return save_carefully(self, obj)
-    return save_object(self, obj)
+        return save_carefully(self, obj, own)
+    return save_object(self, obj, own)
 
 
-cdef int save_carefully(Pickler self, PyObject* obj) except -1:
+cdef inline int save_leaf(Pickler self, PyObject* obj, int own) except -1:
+    """Save an object of the simplest kinds; 0 (and nothing written) for all others. No user code can run in here.
+
+    What loops over items asks this first: most of them are leaves, and need neither a reference nor a frame.
+    """
+    cdef PyTypeObject* t = type_of(obj)
+    cdef long value
+    if self.out.next >= self.out.limit or self.has_pers or self.proto < 4:
+        return 0
+    if t == &PyUnicode_Type:
+        return save_leaf_text(self, obj, own)
+    if t == &PyLong_Type:
+        if not fastcap_small_int(obj, &value):
+            return 0
+        put_int(self, value)
+        return 1
+    if obj == Py_None:
+        put(self, OP_NONE)
+        return 1
+    if t == &PyFloat_Type:
+        put(self, OP_BINFLOAT)
+        fastcap_pack_double(obj, self.out.next)
+        self.out.next += 8
+        return 1
+    if t == &PyBool_Type:
+        put(self, OP_NEWTRUE if obj == Py_True else OP_NEWFALSE)
+        return 1
+    return 0
+
+
+cdef int save_leaf_text(Pickler self, PyObject* obj, int own) except -1:
+    """A string that is in the memo, or else is short and ASCII."""
+    cdef size_t slot = 0
+    cdef Py_ssize_t size
+    cdef Py_ssize_t position
+    cdef char* p
+    cdef bint single = alone(self, obj, own)
+    if not single:
+        position = memo_find(&self.memo_table, obj, &slot)
+        if position >= 0:
+            put_get(self, position)
+            return 1
+        if self.thrifty and self.opaque:
+            return 0
+    if not PyUnicode_IS_ASCII(obj):
+        return 0
+    size = PyUnicode_GET_LENGTH(obj)
+    if size > 255:
+        return 0
+    if self.out.end - self.out.next < size + BUFFER_SLACK:
+        grow(self, size)
+    p = self.out.next
+    p[0] = <char>OP_SHORT_BINUNICODE
+    p[1] = <char>size
+    self.out.next = put_bytes(p + 2, <const char*>PyUnicode_DATA(obj), size)
+    if single:
+        leave_out(self, obj)
+    else:
+        memoize_at(self, obj, slot)
+    return 1
+
+
+cdef int save_carefully(Pickler self, PyObject* obj, int own) except -1:
     """An opcode boundary that may write to the file, and the persistent id."""
     incref(obj)
     try:
         if self.out.next >= self.out.limit:
             boundary(self)
         if self.has_pers:
-            return save_pers(self, obj)
-        return save_object(self, obj)
+            return save_pers(self, obj, own + 1)
+        return save_object(self, obj, own + 1)
     finally:
         decref(obj)
 
 
-cdef int save_pers(Pickler self, PyObject* obj) except -1:
+cdef int save_pers(Pickler self, PyObject* obj, int own) except -1:
     if self.pers_bound:
         pid = self.pers_func(self, <object>obj)
     else:
         pid = self.pers_func(<object>obj)
-    self.epoch += 1
+    called(self)
     if pid is None:
-        return save_object(self, obj)
+        return save_object(self, obj, own)
     if self.bin_:
         push(self, K_PERSID, <PyObject*>pid)
         if self.out.next >= self.out.limit:
             boundary(self)
-        if save_object(self, <PyObject*>pid):
+        if save_object(self, <PyObject*>pid, OWN_UNKNOWN):
             return 1
         put(self, OP_BINPERSID)
         pop(self)
@@ -1306,12 +1457,46 @@ cdef int save_pers(Pickler self, PyObject* obj) except -1:
     return 0
 
 
-cdef int save_object(Pickler self, PyObject* obj) except -1:
+cdef inline void called(Pickler self) noexcept:
+    """User code has run that may have got hold of any object."""
+    self.epoch += 1
+    self.opaque = True
+
+
+cdef inline bint alone(Pickler self, PyObject* obj, int own) noexcept:
+    """Compact mode: whether nothing but its one owner refers to an object, which is then met only once.
+
+    The owner is the container, the instance or the iterator's result being saved, and is itself met only once: it is
+    memoized, or alone in turn. `own` is the number of references that the pickler holds beside the owner's (or
+    OWN_UNKNOWN). An object that is alone is not in the memo, because the memo would hold a reference to it.
+    """
+    return self.thrifty and refcount(obj) - own <= 1
+
+
+cdef inline int leave_out(Pickler self, PyObject* obj) except -1:
+    """Note an object that is alone, instead of memoizing it."""
+    if not log_add(&self.left_out, obj):
+        raise MemoryError
+    return 0
+
+
+cdef int check_first(Pickler self, PyObject* obj) except -1:
+    """An object that is not alone and not in the memo: if a reducer has brought it up, it may have been left out."""
+    cdef int found = log_has(&self.left_out, obj)
+    if found < 0:
+        raise MemoryError
+    if found:
+        raise FoundAgain
+    return 0
+
+
+cdef int save_object(Pickler self, PyObject* obj, int own) except -1:
     cdef PyTypeObject* t = type_of(obj)
-    cdef size_t slot
+    cdef size_t slot = 0
     cdef Py_ssize_t position
+    cdef bint single
     if t == &PyUnicode_Type:
-        return save_unicode(self, obj)
+        return save_unicode(self, obj, own)
     if t == &PyLong_Type:
         return save_long(self, obj)
     if obj == Py_None:
@@ -1321,23 +1506,27 @@ cdef int save_object(Pickler self, PyObject* obj) except -1:
         return save_bool(self, obj)
     if t == &PyFloat_Type:
         return save_float(self, obj)
-    position = memo_find(&self.memo_table, obj, &slot)
-    if position >= 0:
-        return put_get(self, position)
+    single = alone(self, obj, own)
+    if not single:
+        position = memo_find(&self.memo_table, obj, &slot)
+        if position >= 0:
+            return put_get(self, position)
+        if self.thrifty and self.opaque and self.left_out.count:
+            check_first(self, obj)
     if t == &PyDict_Type:
-        return save_dict(self, obj, slot)
+        return save_dict(self, obj, slot, single)
     if t == &PyTuple_Type:
-        return save_tuple(self, obj)
+        return save_tuple(self, obj, single)
     if t == &PyList_Type:
-        return save_list(self, obj, slot)
+        return save_list(self, obj, slot, single)
     if t == &PyBytes_Type:
-        return save_bytes(self, obj)
+        return save_bytes(self, obj, single)
     if t == &PySet_Type:
-        return save_set(self, obj, slot)
+        return save_set(self, obj, single)
     if t == &PyFrozenSet_Type:
-        return save_frozenset(self, obj)
+        return save_frozenset(self, obj, single)
     if t == &PyByteArray_Type:
-        return save_bytearray(self, obj)
+        return save_bytearray(self, obj, single)
     if self.on_unpicklable is not None:
         return save_or_stand_in(self, obj, t)
     if t == &PyPickleBuffer_Type:
@@ -1358,10 +1547,15 @@ cdef int save_bool(Pickler self, PyObject* obj) except -1:
 
 cdef inline int save_long(Pickler self, PyObject* obj) except -1:
     cdef long value
-    cdef char* p
     if not self.bin_ or not fastcap_small_int(obj, &value):
         return save_big_long(self, obj)
-    p = self.out.next
+    put_int(self, value)
+    return 0
+
+
+cdef inline void put_int(Pickler self, long value) noexcept:
+    """An int of 32 bits with the shortest binary opcode."""
+    cdef char* p = self.out.next
     if value & ~0xffff:
         p[0] = <char>OP_BININT
         self.out.next = put_u32(p + 1, <unsigned int>value)
@@ -1372,7 +1566,6 @@ cdef inline int save_long(Pickler self, PyObject* obj) except -1:
         p[0] = <char>OP_BININT1
         p[1] = <char>value
         self.out.next = p + 2
-    return 0
 
 
 cdef int save_big_long(Pickler self, PyObject* obj) except -1:
@@ -1432,24 +1625,31 @@ cdef int save_float(Pickler self, PyObject* obj) except -1:
 
 # -- strings and bytes
 
-cdef inline int save_unicode(Pickler self, PyObject* obj) except -1:
-    cdef size_t slot
+cdef inline int save_unicode(Pickler self, PyObject* obj, int own) except -1:
+    cdef size_t slot = 0
     cdef Py_ssize_t size
-    cdef Py_ssize_t position = memo_find(&self.memo_table, obj, &slot)
+    cdef Py_ssize_t position
     cdef char* p
-    if position >= 0:
-        return put_get(self, position)
+    cdef bint single = alone(self, obj, own)
+    if not single:
+        position = memo_find(&self.memo_table, obj, &slot)
+        if position >= 0:
+            return put_get(self, position)
+        if self.thrifty and self.opaque and self.left_out.count:
+            check_first(self, obj)
     if not PyUnicode_IS_ASCII(obj) or not self.bin_:
-        return save_other_text(self, obj)
+        return save_other_text(self, obj, single)
     size = PyUnicode_GET_LENGTH(obj)
     if size > 255 or self.proto < 4:
-        return save_long_text(self, obj, size)
+        return save_long_text(self, obj, size, single)
     if self.out.end - self.out.next < size + BUFFER_SLACK:
         grow(self, size)
     p = self.out.next
     p[0] = <char>OP_SHORT_BINUNICODE
     p[1] = <char>size
     self.out.next = put_bytes(p + 2, <const char*>PyUnicode_DATA(obj), size)
+    if single:
+        return leave_out(self, obj)
     return memoize_at(self, obj, slot)
 
 
@@ -1469,7 +1669,7 @@ cdef Py_ssize_t text_header(Pickler self, char* header, Py_ssize_t size) except 
     raise OverflowError("serializing a string larger than 4 GiB requires pickle protocol 4 or higher")
 
 
-cdef int save_long_text(Pickler self, PyObject* obj, Py_ssize_t size) except -1:
+cdef int save_long_text(Pickler self, PyObject* obj, Py_ssize_t size, bint single) except -1:
     """ASCII text of any size."""
     held = <object>obj          # the writer may drop the caller's reference
     cdef char header[9]
@@ -1482,10 +1682,10 @@ cdef int save_long_text(Pickler self, PyObject* obj, Py_ssize_t size) except -1:
         view.text = <object>obj
         payload = memoryview(view)
         put_payload(self, header, header_size, <const char*>PyUnicode_DATA(obj), size, <PyObject*>payload)
-    return memoize(self, obj)
+    return leave_out(self, obj) if single else memoize(self, obj)
 
 
-cdef int save_other_text(Pickler self, PyObject* obj) except -1:
+cdef int save_other_text(Pickler self, PyObject* obj, bint single) except -1:
     """Text that is not ASCII, and all text in protocol 0."""
     held = <object>obj
     cdef char header[9]
@@ -1494,7 +1694,7 @@ cdef int save_other_text(Pickler self, PyObject* obj) except -1:
     fastcap_unicode_ready(obj)
     if not self.bin_:
         put_escaped(self, obj)
-        return memoize(self, obj)
+        return leave_out(self, obj) if single else memoize(self, obj)
     size = utf8_size(obj)
     header_size = text_header(self, header, size)
     if size < FRAME_SIZE_TARGET:
@@ -1511,7 +1711,7 @@ cdef int save_other_text(Pickler self, PyObject* obj) except -1:
         data = PyBytes_FromStringAndSize(NULL, size)
         put_utf8(bytes_data(<PyObject*>data), obj)
         put_payload(self, header, header_size, bytes_data(<PyObject*>data), size, <PyObject*>data)
-    return memoize(self, obj)
+    return leave_out(self, obj) if single else memoize(self, obj)
 
 
 cdef Py_ssize_t utf8_size(PyObject* text) noexcept:
@@ -1597,10 +1797,10 @@ cdef int put_escaped(Pickler self, PyObject* text) except -1:
     return 0
 
 
-cdef int save_bytes(Pickler self, PyObject* obj) except -1:
+cdef int save_bytes(Pickler self, PyObject* obj, bint single) except -1:
     data = <bytes>obj
     if self.proto >= 3:
-        return save_bytes_data(self, obj, bytes_data(obj), bytes_size(obj), obj)
+        return save_bytes_data(self, obj, bytes_data(obj), bytes_size(obj), obj, single)
     # Readable as str by Python 2: codecs.encode(text, 'latin1').
     if not data:
         value = (bytes, EMPTY)
@@ -1609,7 +1809,8 @@ cdef int save_bytes(Pickler self, PyObject* obj) except -1:
     return begin_reduce(self, <PyObject*>value, obj)
 
 
-cdef int save_bytes_data(Pickler self, PyObject* obj, const char* data, Py_ssize_t size, PyObject* payload) except -1:
+cdef int save_bytes_data(Pickler self, PyObject* obj, const char* data, Py_ssize_t size, PyObject* payload,
+                         bint single) except -1:
     cdef char header[9]
     cdef Py_ssize_t header_size
     if size <= 0xff:
@@ -1627,27 +1828,41 @@ cdef int save_bytes_data(Pickler self, PyObject* obj, const char* data, Py_ssize
     else:
         raise OverflowError("serializing a bytes object larger than 4 GiB requires pickle protocol 4 or higher")
     put_payload(self, header, header_size, data, size, payload)
-    return memoize(self, obj)
+    return leave_out(self, obj) if single else memoize(self, obj)
 
 
 cdef int save_bytearray_data(Pickler self, PyObject* obj, const char* data, Py_ssize_t size,
-                             PyObject* payload) except -1:
+                             PyObject* payload, bint single) except -1:
     cdef char header[9]
     header[0] = <char>OP_BYTEARRAY8
     put_u64(header + 1, size)
     put_payload(self, header, 9, data, size, payload)
-    return memoize(self, obj)
+    return leave_out(self, obj) if single else memoize(self, obj)
 
 
-cdef int save_bytearray(Pickler self, PyObject* obj) except -1:
+cdef int save_bytearray(Pickler self, PyObject* obj, bint single) except -1:
     held = <object>obj
     if self.proto >= 5:
-        return save_bytearray_data(self, obj, bytearray_data(obj), bytearray_size(obj), obj)
+        return save_bytearray_data(self, obj, bytearray_data(obj), bytearray_size(obj), obj, single)
     if bytearray_size(obj) == 0:
         value = (bytearray, EMPTY)
     else:
         value = (bytearray, (bytes(held),))
     return begin_reduce(self, <PyObject*>value, obj)
+
+
+cdef bint ask_buffer_callback(Pickler self, object buffer) except -1:
+    """Whether the buffer goes in-band. A second attempt (see dump_object) gets the answers of the first one."""
+    cdef bint in_band
+    if self.answers is not None and self.answer < len(self.answers):
+        in_band = self.answers[self.answer]
+    else:
+        in_band = bool(self.buffer_callback(buffer))
+        called(self)
+        if self.answers is not None:
+            self.answers.append(in_band)
+    self.answer += 1
+    return in_band
 
 
 cdef int save_picklebuffer(Pickler self, PyObject* obj) except -1:
@@ -1662,9 +1877,7 @@ cdef int save_picklebuffer(Pickler self, PyObject* obj) except -1:
         raise PicklingError("PickleBuffer can not be pickled when pointing to a non-contiguous buffer")
     readonly = view.readonly
     if self.buffer_callback is not None:
-        answer = self.buffer_callback(buffer)
-        in_band = bool(answer)
-        self.epoch += 1
+        in_band = ask_buffer_callback(self, buffer)
         if not in_band:
             put(self, OP_NEXT_BUFFER)
             if readonly:
@@ -1674,14 +1887,15 @@ cdef int save_picklebuffer(Pickler self, PyObject* obj) except -1:
     # A flat view: writers ask for C-contiguous bytes, whatever the shape and order of the exporter.
     payload = buffer.raw() if view.len >= FRAME_SIZE_TARGET and not self.in_memory else buffer
     if readonly:
-        return save_bytes_data(self, obj, <const char*>view.buf, view.len, <PyObject*>payload)
-    return save_bytearray_data(self, obj, <const char*>view.buf, view.len, <PyObject*>payload)
+        return save_bytes_data(self, obj, <const char*>view.buf, view.len, <PyObject*>payload, False)
+    return save_bytearray_data(self, obj, <const char*>view.buf, view.len, <PyObject*>payload, False)
 
 
 # -- containers
 
-cdef int save_tuple(Pickler self, PyObject* obj) except -1:
+cdef int save_tuple(Pickler self, PyObject* obj, bint single) except -1:
     cdef Py_ssize_t size = tuple_size(obj)
+    cdef Frame* f
     if size == 0:
         if self.proto:
             put(self, OP_EMPTY_TUPLE)
@@ -1691,7 +1905,9 @@ cdef int save_tuple(Pickler self, PyObject* obj) except -1:
         return 0
     if size > 3 or self.proto < 2:
         put(self, OP_MARK)
-    push(self, K_TUPLE, obj)
+    f = push(self, K_TUPLE, obj)
+    if single:
+        f.flags |= F_ALONE
     return 1
 
 
@@ -1703,8 +1919,12 @@ cdef int step_tuple(Pickler self, Frame* f) except -1:
     cdef size_t slot
     while f.pos < size:
         f.pos += 1
-        if save(self, tuple_item(obj, f.pos - 1)):
+        if not save_leaf(self, tuple_item(obj, f.pos - 1), 0) and save(self, tuple_item(obj, f.pos - 1), 0):
             return 1
+    if f.flags & F_ALONE and refcount(obj) <= 2:
+        put(self, OP_TUPLE if size > 3 or self.proto < 2 else OP_TUPLE1 - 1 + size)
+        leave_out(self, obj)
+        return 0
     # A tuple that is in the memo by now contains itself: throw its items away and fetch it.
     position = memo_find(&self.memo_table, obj, &slot)
     if position >= 0:
@@ -1727,7 +1947,7 @@ cdef int step_tuple(Pickler self, Frame* f) except -1:
     return 0
 
 
-cdef int save_list(Pickler self, PyObject* obj, size_t slot) except -1:
+cdef int save_list(Pickler self, PyObject* obj, size_t slot, bint single) except -1:
     cdef Frame* f
     cdef Py_ssize_t size
     if self.fast_:
@@ -1740,7 +1960,10 @@ cdef int save_list(Pickler self, PyObject* obj, size_t slot) except -1:
     else:
         put(self, OP_MARK)
         put(self, OP_LIST)
-    memoize_at(self, obj, slot)
+    if single:
+        leave_out(self, obj)
+    else:
+        memoize_at(self, obj, slot)
     size = list_size(obj)
     if size == 0:
         if f != NULL:
@@ -1779,7 +2002,7 @@ cdef int step_list(Pickler self, Frame* f) except -1:
         else:
             if f.pos >= list_size(obj):
                 break
-            if save(self, list_item(obj, f.pos)):
+            if not save_leaf(self, list_item(obj, f.pos), 0) and save(self, list_item(obj, f.pos), 0):
                 f.step = 1
                 return 1
         f.pos += 1
@@ -1797,7 +2020,7 @@ cdef int step_list(Pickler self, Frame* f) except -1:
     return 0
 
 
-cdef int save_dict(Pickler self, PyObject* obj, size_t slot) except -1:
+cdef int save_dict(Pickler self, PyObject* obj, size_t slot, bint single) except -1:
     cdef Frame* f = NULL
     if self.fast_:
         f = push(self, K_DICT, obj)
@@ -1806,7 +2029,10 @@ cdef int save_dict(Pickler self, PyObject* obj, size_t slot) except -1:
     else:
         put(self, OP_MARK)
         put(self, OP_DICT)
-    memoize_at(self, obj, slot)
+    if single:
+        leave_out(self, obj)
+    else:
+        memoize_at(self, obj, slot)
     if dict_size(obj) == 0:
         if f != NULL:
             pop(self)
@@ -1840,23 +2066,32 @@ cdef int step_dict(Pickler self, Frame* f) except -1:
         if f.step == 0:
             if not PyDict_Next(obj, &f.pos, &key, &value):
                 break
-            incref(key)
-            incref(value)
-            f.a = value
-            f.b = key
-            f.step = 1
-            if save(self, key):
-                return 1
+            if save_leaf(self, key, 0):
+                if save_leaf(self, value, 0):
+                    f.step = 3
+                else:
+                    f.step = 1
+            if f.step != 3:
+                # User code may run: key and value must survive that.
+                incref(key)
+                incref(value)
+                f.a = value
+                f.b = key
+                if f.step == 0:
+                    f.step = 1
+                    if save(self, key, 1):
+                        return 1
         if f.step == 1:
             f.step = 2
-            if save(self, f.a):
+            if save(self, f.a, 1):
                 return 1
+        if f.step == 2:
+            key = f.b
+            value = f.a
+            f.a = f.b = NULL
+            decref(key)
+            decref(value)
         f.step = 0
-        key = f.b
-        value = f.a
-        f.a = f.b = NULL
-        decref(key)
-        decref(value)
         if f.flags & F_SINGLE:
             put(self, OP_SETITEM)
             if f.flags & F_BUILD:
@@ -1899,14 +2134,17 @@ cdef int size_changed(Pickler self, Frame* f) except -1:
     return 1
 
 
-cdef int save_set(Pickler self, PyObject* obj, size_t slot) except -1:
+cdef int save_set(Pickler self, PyObject* obj, bint single) except -1:
     cdef Frame* f
     if self.proto < 4:
         held = <object>obj
         value = (set, (list(held),))
         return begin_reduce(self, <PyObject*>value, obj)
     put(self, OP_EMPTY_SET)
-    memoize_at(self, obj, slot)
+    if single and not fastcap_set_has_weakrefs(obj):
+        leave_out(self, obj)
+    else:
+        memoize(self, obj)
     if set_size(obj) == 0:
         return 0
     put(self, OP_MARK)
@@ -1926,7 +2164,7 @@ cdef int step_set(Pickler self, Frame* f) except -1:
         else:
             if not _PySet_NextEntry(obj, &f.pos, &item, &hash_):
                 break
-            if save(self, item):
+            if save(self, item, 0):
                 f.step = 1
                 return 1
         f.batch += 1
@@ -1942,12 +2180,15 @@ cdef int step_set(Pickler self, Frame* f) except -1:
     return 0
 
 
-cdef int save_frozenset(Pickler self, PyObject* obj) except -1:
+cdef int save_frozenset(Pickler self, PyObject* obj, bint single) except -1:
+    cdef Frame* f
     if self.proto < 4:
         held = <object>obj
         value = (frozenset, (list(held),))
         return begin_reduce(self, <PyObject*>value, obj)
-    push(self, K_FROZENSET, obj)
+    f = push(self, K_FROZENSET, obj)
+    if single and not fastcap_set_has_weakrefs(obj):
+        f.flags |= F_ALONE
     put(self, OP_MARK)
     return 1
 
@@ -1959,8 +2200,12 @@ cdef int step_frozenset(Pickler self, Frame* f) except -1:
     cdef size_t slot
     cdef Py_ssize_t position
     while _PySet_NextEntry(obj, &f.pos, &item, &hash_):
-        if save(self, item):
+        if save(self, item, 0):
             return 1
+    if f.flags & F_ALONE and refcount(obj) <= 2 and not fastcap_set_has_weakrefs(obj):
+        put(self, OP_FROZENSET)
+        leave_out(self, obj)
+        return 0
     position = memo_find(&self.memo_table, obj, &slot)
     if position >= 0:
         put(self, OP_POP_MARK)
@@ -2024,7 +2269,7 @@ cdef int step_batch_list(Pickler self, Frame* f) except -1:
 
 
 cdef inline PyObject* next_item(Pickler self, Frame* f) except? NULL:
-    self.epoch += 1
+    called(self)
     if self.on_unpicklable is not None:
         return next_or_stand_in(self, f)
     return PyIter_Next(f.a)
@@ -2033,7 +2278,7 @@ cdef inline PyObject* next_item(Pickler self, Frame* f) except? NULL:
 cdef int save_owned(Pickler self, PyObject* obj) except -1:
     """Save an object and drop the caller's reference to it."""
     try:
-        return save(self, obj)
+        return save(self, obj, 0)      # the iterator's reference, now ours, is the owner's
     finally:
         decref(obj)
 
@@ -2045,7 +2290,7 @@ cdef int step_batch_dict(Pickler self, Frame* f) except -1:
         if f.obj != NULL:
             while f.pos < 2:
                 f.pos += 1
-                if save(self, tuple_item(f.obj, f.pos - 1)):
+                if save(self, tuple_item(f.obj, f.pos - 1), 0 if refcount(f.obj) == 1 else OWN_UNKNOWN):
                     return 1
             f.pos = 0
             pair = f.obj
@@ -2118,7 +2363,7 @@ cdef int report_failure(Pickler self, object obj, object error) except -1:
     if number < 0 or number > 0x7fffffff:
         raise ValueError(f"_on_unpicklable returned {number}")
     self.fatal = False
-    self.epoch += 1
+    called(self)
     return <int>number
 
 
@@ -2260,6 +2505,16 @@ cdef object which_module(Pickler self, object obj, list path):
     return "__main__"
 
 
+cdef object loaded_module(object name):
+    """The module in sys.modules, or None. Ten times as fast as an import that finds it there."""
+    cdef PyObject* module = PyImport_GetModule(<PyObject*>name)
+    if module == NULL:
+        return None
+    result = <object>module
+    decref(module)
+    return result
+
+
 cdef object import_module(object name):
     """The module, from sys.modules where it is there; None where the import fails."""
     cdef PyObject* module = PyImport_Import(<PyObject*>name)
@@ -2281,14 +2536,23 @@ cdef int save_global(Pickler self, object obj, object name) except -1:
             name = obj.__name__
     path = dotted_path(name)
     module_name = which_module(self, obj, path)
-    module = import_module(module_name)
+    module = loaded_module(module_name)
+    found = MISSING
+    if module is not None:
+        try:
+            found = deep_attribute(module, path, parent)
+        except Exception:
+            found = MISSING
+    if found is not obj:
+        # Not there, or still being imported by another thread: an import waits for that.
+        module = import_module(module_name)
+        if module is None:
+            raise PicklingError(f"Can't pickle {obj!r}: import of module {module_name!r} failed")
+        try:
+            found = deep_attribute(module, path, parent)
+        except Exception:
+            found = MISSING
     self.epoch += 1
-    if module is None:
-        raise PicklingError(f"Can't pickle {obj!r}: import of module {module_name!r} failed")
-    try:
-        found = deep_attribute(module, path, parent)
-    except Exception:
-        found = MISSING
     if found is MISSING:
         raise PicklingError(f"Can't pickle {obj!r}: attribute lookup {name!s} on {module_name!s} failed")
     if found is not obj:
@@ -2348,7 +2612,7 @@ cdef int step_nested(Pickler self, Frame* f) except -1:
             put_global(self, (<tuple>path[0])[0], (<tuple>path[0])[1])
             f.step = 1
             f.pos = 0
-        elif save(self, <PyObject*>builtin_getattr):
+        elif save(self, <PyObject*>builtin_getattr, OWN_UNKNOWN):
             return 1
     while True:
         if f.pos:
@@ -2359,18 +2623,18 @@ cdef int step_nested(Pickler self, Frame* f) except -1:
             memoize(self, f.obj)
             return 0
         name = path[f.pos]
-        if save(self, <PyObject*>name):
+        if save(self, <PyObject*>name, OWN_UNKNOWN):
             return 1
 
 
 cdef int step_global(Pickler self, Frame* f) except -1:
     if f.step == 0:
         f.step = 1
-        if save(self, f.a):
+        if save(self, f.a, OWN_UNKNOWN):
             return 1
     if f.step == 1:
         f.step = 2
-        if save(self, f.b):
+        if save(self, f.b, OWN_UNKNOWN):
             return 1
     if f.a != NULL:
         put(self, OP_STACK_GLOBAL)
@@ -2462,13 +2726,13 @@ cdef int save_reducible(Pickler self, PyObject* obj, PyTypeObject* t, bint hooke
     function = None
     if self.has_override:
         value = self.override(<object>obj)
-        self.epoch += 1
+        called(self)
         if value is not NotImplemented:
             return save_value(self, value, obj)
     elif self.has_native and hooked:
         native = self.native
         value = native(self, <object>obj)
-        self.epoch += 1
+        called(self)
         if value is not NotImplemented:
             return save_value(self, value, obj)
     if t == &PyType_Type:
@@ -2489,7 +2753,7 @@ cdef int save_reducible(Pickler self, PyObject* obj, PyTypeObject* t, bint hooke
             if function is MISSING:
                 raise PicklingError(f"can't pickle '{type_name(<object>obj)}' object: {<object>obj!r}")
             value = function()
-    self.epoch += 1
+    called(self)
     return save_value(self, value, obj)
 
 
@@ -2661,30 +2925,32 @@ cdef int step_reduce(Pickler self, Frame* f) except -1:
     cdef size_t slot
     cdef Py_ssize_t position
     cdef int step
+    # A reduce value that its reducer has kept may come up again, and its items with it.
+    cdef int own = 0 if refcount(value) == 1 else OWN_UNKNOWN
     while True:
         step = f.step
         f.step = step + 1
         if step == R_NEWOBJ_CLASS:
-            if save(self, tuple_item(arguments, 0)):
+            if save(self, tuple_item(arguments, 0), OWN_UNKNOWN):
                 return 1
         elif step == R_NEWOBJ_ARGS:
             f.b = PyTuple_GetSlice(arguments, 1, tuple_size(arguments))
-            if save(self, f.b):
+            if save(self, f.b, 0):
                 return 1
         elif step == R_NEWOBJ:
             put(self, OP_NEWOBJ)
             f.step = R_MEMO
         elif step == R_NEWOBJ_EX_CLASS or step == R_NEWOBJ_EX_ARGS or step == R_NEWOBJ_EX_KWARGS:
-            if save(self, tuple_item(arguments, step - R_NEWOBJ_EX_CLASS)):
+            if save(self, tuple_item(arguments, step - R_NEWOBJ_EX_CLASS), OWN_UNKNOWN):
                 return 1
         elif step == R_NEWOBJ_EX:
             put(self, OP_NEWOBJ_EX)
             f.step = R_MEMO
         elif step == R_CALLABLE:
-            if save(self, f.b if f.b != NULL else tuple_item(value, 0)):
+            if save(self, f.b if f.b != NULL else tuple_item(value, 0), OWN_UNKNOWN):
                 return 1
         elif step == R_ARGS:
-            if save(self, <PyObject*>EMPTY if f.b != NULL else arguments):
+            if save(self, <PyObject*>EMPTY if f.b != NULL else arguments, own):
                 return 1
         elif step == R_REDUCE:
             put(self, OP_REDUCE)
@@ -2710,7 +2976,7 @@ cdef int step_reduce(Pickler self, Frame* f) except -1:
                 # state_setter(obj, state), whose result is thrown away.
                 f.step = R_SETTER_OBJECT
                 item = part(value, 5)
-            if save(self, item):
+            if save(self, item, own):
                 return 1
         elif step == R_BUILD:
             put(self, OP_BUILD)
@@ -2718,10 +2984,10 @@ cdef int step_reduce(Pickler self, Frame* f) except -1:
         elif step == R_SETTER_OBJECT:
             if f.obj == NULL:
                 raise SystemError("a state setter needs an object")
-            if save(self, f.obj):
+            if save(self, f.obj, OWN_UNKNOWN):
                 return 1
         elif step == R_SETTER_STATE:
-            if save(self, tuple_item(value, 2)):
+            if save(self, tuple_item(value, 2), own):
                 return 1
         else:
             put(self, OP_TUPLE2)
@@ -2777,7 +3043,8 @@ cdef int inspect_type(Pickler self, TypeInfo* info, PyTypeObject* t) except -1:
         plain = (_PyType_Lookup(meta, <PyObject*>S_reduce) == <PyObject*>object_reduce
                  and fastcap_type_getattro(meta))
     if plain:
-        slotnames = slots_of(<object>t)
+        # copyreg cannot store its answer in a static type, and would give the same one each time.
+        slotnames = slots_of(<object>t) if fastcap_is_heap_type(t) else []
         plain = (type(slotnames) is list
                  and fastcap_basic_size(t) <= fastcap_plain_size(t)
                  + <Py_ssize_t>sizeof(void*) * len(<list>slotnames))
@@ -2896,19 +3163,27 @@ cdef PyObject* state_with_slots(Pickler self, PyObject* obj, PyObject* state, Py
 
 cdef int save_state(Pickler self, PyObject* state) except -1:
     """Write a state and BUILD; takes over the reference `state`."""
-    cdef size_t slot
+    cdef size_t slot = 0
     cdef Py_ssize_t position
+    cdef bint single
     cdef Frame* f
     try:
         if self.out.next >= self.out.limit:
             boundary(self)
         if PyDict_CheckExact(state) and not self.fast_:
-            position = memo_find(&self.memo_table, state, &slot)
+            # Owned by the instance, and by us.
+            single = alone(self, state, 1)
+            position = -1 if single else memo_find(&self.memo_table, state, &slot)
             if position >= 0:
                 put_get(self, position)
             else:
+                if not single and self.thrifty and self.opaque and self.left_out.count:
+                    check_first(self, state)
                 put(self, OP_EMPTY_DICT)
-                memoize_at(self, state, slot)
+                if single:
+                    leave_out(self, state)
+                else:
+                    memoize_at(self, state, slot)
                 if dict_size(state):
                     f = push(self, K_DICT, state)
                     f.flags = F_BUILD
@@ -2917,7 +3192,7 @@ cdef int save_state(Pickler self, PyObject* state) except -1:
             put(self, OP_BUILD)
             return 0
         push(self, K_BUILD, NULL)
-        if save_object(self, state):
+        if save_object(self, state, 1):
             return 1
         put(self, OP_BUILD)
         pop(self)
@@ -2933,7 +3208,7 @@ cdef int step_instance(Pickler self, Frame* f) except -1:
     cdef PyObject* state
     if f.step == 0:
         f.step = 1
-        if save(self, <PyObject*>type_of(f.obj)):
+        if save(self, <PyObject*>type_of(f.obj), OWN_UNKNOWN):
             return 1
     if f.step == 1:
         if self.out.next >= self.out.limit:
@@ -2950,7 +3225,7 @@ cdef int step_instance(Pickler self, Frame* f) except -1:
         if f.a == NULL:
             return 0
         f.step = 2
-        if save(self, f.a):
+        if save(self, f.a, 1):
             return 1
     put(self, OP_BUILD)
     return 0

@@ -399,6 +399,15 @@ cdef uint64_t indexed_version = 0       # its version at that time; 0: the index
 cdef dict submodule_index = {}          # "package." -> [(name, (part, ...)), ...] in the order of sys.modules
 
 
+cdef object sys_modules():
+    """``sys.modules``, without the look-ups that an attribute of a module takes."""
+    cdef PyObject *modules = PyDict_GetItemWithError(sys_namespace, "modules")
+    return sys.modules if modules == NULL else <object>modules
+
+
+cdef dict sys_namespace = sys.__dict__
+
+
 cdef list submodules_below(dict modules, uint64_t version, str prefix):
     """[(name, parts below the prefix)] of all names in sys.modules that start with `prefix`; None: odd keys."""
     global indexed_modules, indexed_version, submodule_index
@@ -436,7 +445,7 @@ cdef int find_imported_submodules(Flavor flavor, object code, CodeInfo info, obj
     if not isinstance(module, ModuleType) or not getattr(module, "__package__", None):
         return 0
     prefix = module.__name__ + "."
-    modules = sys.modules
+    modules = sys_modules()
     if not PyUnicode_CheckExact(prefix) or not PyDict_CheckExact(modules):
         found.extend(flavor.find_imported_submodules(code, [module]))
         return 0
@@ -516,7 +525,7 @@ cdef object whichmodule(Flavor flavor, object obj, object name):
     cdef object modules, module
     if module_name is not None:
         return module_name
-    modules = sys.modules
+    modules = sys_modules()
     if not PyDict_CheckExact(modules) or not PyUnicode_CheckExact(name):
         return flavor.whichmodule(obj, name)
     # A copy, as in cloudpickle: modules run code, and import others, when they are asked for an attribute.
@@ -539,7 +548,7 @@ cdef object fc_function_module(object function):
 
 cdef bint is_registered_pickle_by_value(Flavor flavor, object module) except -1:
     cdef object registry = flavor.by_value_modules
-    cdef object name = module.__name__
+    cdef object name = optional_attribute(module, "__name__")
     cdef Py_ssize_t end
     if type(registry) is not set or not PyUnicode_CheckExact(name):
         return flavor.is_registered_pickle_by_value(module)
@@ -570,7 +579,7 @@ cdef bint should_pickle_by_reference(Flavor flavor, object obj) except -1:
     module_name = whichmodule(flavor, obj, name)
     if module_name is None or module_name == "__main__":
         return False
-    modules = sys.modules
+    modules = sys_modules()
     if PyDict_CheckExact(modules):
         value = PyDict_GetItemWithError(modules, module_name)
         module = None if value == NULL else <object>value
@@ -886,7 +895,7 @@ cdef class Flavor:
     cdef unsigned int class_version     # of `pickler_class` when `class_is_own` was found; 0: find it again
     cdef bint class_is_own              # nobody has patched how `pickler_class` pickles
     cdef bint class_is_in_place         # the module's Pickler is `pickler_class`
-    cdef object combined_table          # what `with_stand_ins` returned last; None at first
+    cdef tuple combined                 # what `with_stand_ins` returned last, and its parts; None at first
     cdef readonly dict own_methods      # method name -> the function in the class when the flavor was made
     cdef readonly dict dispatch_stand_ins  # the module's function in a dispatch table -> native code that does the same
     cdef dict stand_ins                 # method name -> [fastcap's own functions that count as the flavor's]
@@ -1044,40 +1053,50 @@ cdef class Flavor:
 
         The tables share their entries, so that a reducer which is registered later on is seen.
         """
+        cdef list maps, known
+        cdef tuple combined = self.combined
+        cdef object code_stand_in, cell_stand_in
         cdef dict stand_ins
-        cdef object kind, entries, reducer, known
-        cdef list maps
+        cdef Py_ssize_t index
         if type(table) is ChainMap:
             maps = list(table.maps)
         else:
             maps = [table]
-        for entries in maps:
-            if type(entries) is not dict:
+        for index in range(len(maps)):
+            if type(maps[index]) is not dict:
                 return table
-        stand_ins = {}
-        for kind in (CodeType, CellType):
-            for entries in maps:
-                reducer = (<dict>entries).get(kind)
-                if reducer is not None:
-                    # Not a look-up: someone else's reducer need not be hashable.
-                    if reducer is self.code_reduce or reducer is self.cell_reduce:
-                        stand_in = self.dispatch_stand_ins.get(reducer)
-                        if stand_in is not None:
-                            stand_ins[kind] = stand_in
-                    break
-        if not stand_ins:
-            return table
-        combined = self.combined_table
-        if combined is not None:
-            known = combined.maps
-            if len(known) == len(maps) + 1 and known[0] == stand_ins:
+        code_stand_in = self.dispatch_stand_in(maps, CodeType)
+        cell_stand_in = self.dispatch_stand_in(maps, CellType)
+        if combined is not None and combined[2] is code_stand_in and combined[3] is cell_stand_in:
+            known = combined[1]
+            if len(known) == len(maps):
                 for index in range(len(maps)):
-                    if known[index + 1] is not maps[index]:
+                    if known[index] is not maps[index]:
                         break
                 else:
-                    return combined
-        self.combined_table = combined = ChainMap(stand_ins, *maps)
-        return combined
+                    return combined[0]
+        stand_ins = {}
+        if code_stand_in is not None:
+            stand_ins[CodeType] = code_stand_in
+        if cell_stand_in is not None:
+            stand_ins[CellType] = cell_stand_in
+        if not stand_ins:
+            return table
+        self.combined = combined = (ChainMap(stand_ins, *maps), maps, code_stand_in, cell_stand_in)
+        return combined[0]
+
+    cdef object dispatch_stand_in(self, list maps, object kind):
+        """The native code for what a chain of dispatch tables has for a type, or None."""
+        cdef Py_ssize_t index
+        cdef PyObject *reducer
+        for index in range(len(maps)):
+            reducer = PyDict_GetItemWithError(maps[index], kind)
+            if reducer != NULL:
+                # Compared, not looked up: someone else's reducer need not be hashable.
+                if reducer == <PyObject *>self.code_reduce or reducer == <PyObject *>self.cell_reduce:
+                    return self.dispatch_stand_ins.get(<object>reducer)
+                return None
+        return None
 
     def hooks(self):
         """``(dispatch table, reducer)`` for one dump with a bare native pickler; None if `pickler_class` was patched."""

@@ -9,7 +9,7 @@ Ints, floats, None, booleans and empty tuples never get a node: their bytes fold
 """
 
 cimport cython
-from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_FillInfo, PyBuffer_Release, PyObject_GetBuffer
+from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_FillInfo, PyBuffer_Release, PyObject_GetBuffer
 from cpython.mem cimport PyMem_RawFree, PyMem_RawMalloc, PyMem_RawRealloc
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memchr, memcpy, memset
@@ -88,16 +88,15 @@ memset(CACHE, 0, sizeof(CACHE))
 
 @cython.final
 cdef class Block:
-    """Memory that the scanner filled, lent to others through the buffer protocol (unsigned bytes, read-only)."""
+    """Memory that the scanner filled, lent to others through the buffer protocol (unsigned bytes).
+
+    It is read-only, but for one consumer: the first that asks for a writable buffer may change it in place.
+    """
 
     cdef char* data           # owned; NULL if empty
     cdef Py_ssize_t size      # bytes in use
     cdef Py_ssize_t capacity  # bytes allocated
-
-    def __cinit__(self):
-        self.data = NULL
-        self.size = 0
-        self.capacity = 0
+    cdef bint claimed         # somebody may write
 
     def __dealloc__(self):
         cdef Py_ssize_t total
@@ -130,8 +129,13 @@ cdef class Block:
         return self.size
 
     def __getbuffer__(self, Py_buffer* view, int flags):
+        cdef bint writable = (flags & PyBUF_WRITABLE) == PyBUF_WRITABLE
+        if writable and self.claimed:
+            raise BufferError("these tables belong to a graph already")
         # A non-NULL pointer even when empty: PyBuffer_FillInfo passes it on, and consumers may test it.
-        PyBuffer_FillInfo(view, self, self.data if self.data != NULL else <char*>&self.size, self.size, 1, flags)
+        PyBuffer_FillInfo(view, self, self.data if self.data != NULL else <char*>&self.size, self.size,
+                          not writable, flags)
+        self.claimed = self.claimed or writable
 
     cdef int reserve(self, Py_ssize_t more) except -1:
         """Make room for `more` further bytes. May move the data."""
@@ -170,7 +174,7 @@ class Tables(NamedTuple):
     """What a scan found, for `fastcap._native.graph.Graph`. The first five are buffers of the structs in nodes.pxd."""
 
     nodes: object            # Node, in preorder
-    references: object       # Ref, grouped by target in rising order
+    references: object       # Ref, in the order of the opcodes that took them from the stack; the graph may reorder them
     skeleton: object         # the stream's bytes without overhead and without long arguments
     holes: object            # Hole
     overheads: object        # Overhead
@@ -233,7 +237,7 @@ cdef class Scanner:
     cdef Py_ssize_t safe_skeleton, safe_holes, safe_overheads
     cdef uint64_t safe_net, safe_overhead
 
-    def __init__(self, buffer_sizes=None, *, max_nodes=0xFFFFFFFE, shared_memo=False):
+    def __init__(self, buffer_sizes=None, *, max_nodes=0xFFFFFFFE, shared_memo=False, expected_size=0):
         if self.nodes is not None:
             raise TypeError("Scanner.__init__ may be called only once")
         self.nodes, self.refs, self.skeleton, self.holes, self.overheads, self.carry = (
@@ -243,6 +247,7 @@ cdef class Scanner:
             self.add_buffer(size)
         self.max_nodes = min(max_nodes, 0xFFFFFFFE)
         self.shared_memo = shared_memo
+        self.foresee(min(expected_size, LARGEST_FORESEEN))
         self.nodes_sorted = True
         self.bottom_orphans = self.discarded = NO_INDEX
         self.roots = []
@@ -372,9 +377,16 @@ cdef class Scanner:
         if not self.nodes_sorted or root != 0:
             self.sort_nodes(root)
         self.count_subtrees()
-        self.group_refs()
         return Tables(self.nodes, self.refs, self.skeleton, self.holes, self.overheads, self.buffer_sizes,
                       self.taken, max(self.protocol, self.implied), len(self.roots), self.memo_missed, self.tail)
+
+    cdef int foresee(self, Py_ssize_t size) except -1:
+        """Reserve for that many bytes of stream; a dense one has about a node and a reference for 20 of them."""
+        if size >= SMALLEST_CACHED:
+            self.skeleton.reserve(size)
+            self.nodes.reserve(size // 20 * sizeof(Node))
+            self.refs.reserve(size // 20 * sizeof(Ref))
+        return 0
 
     # ---- chunks -----------------------------------------------------------------------------------------------------
 
@@ -383,12 +395,8 @@ cdef class Scanner:
         cdef const uint8_t* newline
         cdef Py_ssize_t n, need
         cdef uint64_t taken
-        if size >= SMALLEST_CACHED and not self.pending_bytes:
-            # a dense stream has about one node and one reference for 20 of its bytes
-            n = min(size, LARGEST_FORESEEN)
-            self.skeleton.reserve(n)
-            self.nodes.reserve(n // 20 * sizeof(Node))
-            self.refs.reserve(n // 20 * sizeof(Ref))
+        if not self.pending_bytes:
+            self.foresee(min(size, LARGEST_FORESEEN))
         while p < end:
             if self.tail:
                 self.taken += end - p
@@ -522,14 +530,16 @@ cdef class Scanner:
     cdef void adopt_ring(self, uint32_t parent, uint32_t ring) noexcept:
         """Own every node of a ring of discarded ones."""
         cdef Node* nodes = <Node*>self.nodes.data
-        cdef uint32_t node = ring
+        cdef uint32_t node, following
         if ring == NO_INDEX:
             return
-        while True:
-            node = nodes[node].count
+        node = nodes[ring].count
+        nodes[ring].count = NO_INDEX
+        while node != NO_INDEX:
+            following = nodes[node].count
+            nodes[node].count = 0
             self.adopt(parent, node, place_of(ROLE_DISCARD, 0))
-            if node == ring:
-                break
+            node = following
 
     cdef inline int add_ref(self, uint32_t source, uint32_t target, uint32_t place) except -1:
         cdef Ref* ref
@@ -800,10 +810,10 @@ cdef class Scanner:
         index = self.promote(self.stack + base - 1, end)
         node = <Node*>self.nodes.data + index
         node.end = end
-        first = node.count
-        node.count = first + <uint32_t>(n >> 1 if role == ROLE_PAIR else n)
+        first = node.place
+        node.place = first + <uint32_t>(n >> 1 if role == ROLE_PAIR else n)
         if is_container(node.op):
-            node.arg = node.count
+            node.arg = node.place
         if role == ROLE_PAIR:
             first = first * 2 if first <= POSITION_MASK >> 1 else POSITION_MASK - 1
         for i in range(n):
@@ -955,7 +965,7 @@ cdef class Scanner:
                         node.end = shift + <uint64_t>q
                         place = place_of(ROLE_PAIR if step == 2 else ROLE_ITEM, node.arg * step)
                         node.arg += <uint32_t>(n >> (step - 1))
-                        node.count = node.arg
+                        node.place = node.arg
                         ref = lane.ref
                         item = lane.fence
                         while item < top:
@@ -1208,13 +1218,13 @@ cdef class Scanner:
                 self.put(n, after, at)
         elif op == OP_LIST:
             index = self.compose_mark(op, after, at)
-            (<Node*>self.nodes.data)[index].count = (<Node*>self.nodes.data)[index].arg
+            (<Node*>self.nodes.data)[index].place = (<Node*>self.nodes.data)[index].arg
         elif op == OP_DICT:
             index = self.compose_mark(op, after, at)
             if (<Node*>self.nodes.data)[index].arg & 1:
                 self.fail("DICT with a key without a value", at)
             (<Node*>self.nodes.data)[index].arg >>= 1
-            (<Node*>self.nodes.data)[index].count = (<Node*>self.nodes.data)[index].arg
+            (<Node*>self.nodes.data)[index].place = (<Node*>self.nodes.data)[index].arg
         elif op == OP_OBJ:
             if self.mark_count == 0 or self.depth <= self.fence:
                 self.fail("OBJ without a MARK and a class", at)
@@ -1285,6 +1295,7 @@ cdef class Scanner:
                 node = previous[node] if previous[node] != NO_INDEX else parent_of(nodes, node)
             if number == 0:
                 for i in range(n):
+                    nodes[i].count = 0
                     if nodes[i].parent != NO_INDEX:
                         nodes[i].parent = order[nodes[i].parent]
                     if is_call(nodes[i].op) or nodes[i].flags & FLAG_ALIAS:
@@ -1313,56 +1324,19 @@ cdef class Scanner:
         cdef Node* nodes = <Node*>self.nodes.data
         cdef uint32_t i
         with nogil:
-            for i in range(self.node_count):
-                nodes[i].count = 1
             for i in range(self.node_count - 1, 0, -1):
+                nodes[i].count += 1
                 nodes[nodes[i].parent].count += nodes[i].count
-
-    cdef int group_refs(self) except -1:
-        """Group the memo references by target, in place ("American flag" sort with one bucket a node).
-
-        In place, and here rather than in the graph, because a stream can have several times as many references as nodes.
-        """
-        cdef Ref* refs = <Ref*>self.refs.data
-        cdef Ref held, other
-        cdef uint32_t n = self.node_count
-        cdef uint32_t i, target
-        cdef uint32_t* start   # where the group of a target begins; n + 1 entries
-        cdef uint32_t* free    # where its next reference goes
-        if self.ref_count == 0:
-            return 0
-        start = <uint32_t*>PyMem_RawMalloc((2 * <size_t>n + 1) * sizeof(uint32_t))
-        if start == NULL:
-            raise MemoryError()
-        free = start + n + 1
-        with nogil:
-            memset(start, 0, (<size_t>n + 1) * sizeof(uint32_t))
-            for i in range(self.ref_count):
-                start[refs[i].target + 1] += 1
-            for i in range(n):
-                start[i + 1] += start[i]
-                free[i] = start[i]
-            for i in range(n):
-                while free[i] < start[i + 1]:
-                    held = refs[free[i]]
-                    while held.target != i:
-                        target = held.target
-                        other = refs[free[target]]
-                        refs[free[target]] = held
-                        free[target] += 1
-                        held = other
-                    refs[free[i]] = held
-                    free[i] += 1
-        PyMem_RawFree(start)
-        return 0
+            nodes[0].count += 1
+            nodes[0].place = 0
 
 
 cdef inline void fill_node(Node* node, uint8_t op, uint64_t start, uint64_t end) noexcept nogil:
     node.start = start
     node.end = end
     node.parent = NO_INDEX
-    node.count = 0  # while scanning: items and pairs so far; once discarded, see `join`
-    node.place = 0
+    node.count = 0  # while discarded: see `join`
+    node.place = 0  # until it is attached: items and pairs so far
     node.arg = 0
     node.memo = NO_INDEX
     node.op = op

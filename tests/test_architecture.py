@@ -15,12 +15,13 @@ PACKAGE = Path(fastcap.__file__).parent
 FLOORS = [
     {"errors"},
     {"_native", "report", "paths"},
-    {"render", "pickling", "stores", "inert", "limits", "opening"},
-    {"explain", "render.text", "render.folded", "render.html"},
-    {"findings"},
+    {"render", "comparison", "pickling", "stores", "inert", "limits", "opening"},
+    {"explain", "config", "render.layout"},
+    {"findings", "render.text", "render.diff", "render.folded", "render.html"},
     {"analysis"},
-    {"targets", "editing", "record", "ray", "pytest_plugin"},
-    {"cli"},
+    {"checking"},
+    {"targets", "editing", "record", "ray"},
+    {"cli", "pytest_plugin"},
     {"__main__"},
 ]
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
@@ -29,13 +30,13 @@ FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
 RESERVED = {
     "ray": {"ray"},
     "click": {"cli"},
-    "rich": {"cli", "render.text"},
+    "rich": {"cli", "render.layout"},
     "pytest": {"pytest_plugin"},
     "pickle": {"pickling", "editing", "analysis"},
 }
 
 # Who may use the native core; what only shows reports must work without it.
-NATIVE_USERS = {"pickling", "analysis", "explain", "inert", "opening", "editing"}
+NATIVE_USERS = {"pickling", "analysis", "explain", "inert", "opening", "editing", "record"}
 
 
 def module_name(path):

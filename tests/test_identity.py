@@ -13,7 +13,7 @@ import cloudpickle
 import corpus
 import pytest
 import strategies
-from hypothesis import given
+from hypothesis import given, settings
 from strategies import difference
 
 fastcap = pytest.importorskip("fastcap")
@@ -110,6 +110,7 @@ def test_compact_dump_of_iterators_is_no_larger():
             assert difference(pickle.loads(exact), pickle.loads(compact), strict=True) is None
 
 
+@settings(max_examples=5 * settings().max_examples)  # 250, or 50,000 with --long
 @given(strategies.objects())
 def test_random_objects_are_identical(made):
     cloudpickle.dumps(made)

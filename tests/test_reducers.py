@@ -241,13 +241,13 @@ def make_slots():
         __slots__ = "only"
 
     class Many:
-        __slots__ = ("a", "b", "__weakref__")
+        __slots__ = ("a", "b", "__weakref__")  # noqa: RUF023
 
         def get(self):
             return self.a
 
     class WithDict(Many):
-        __slots__ = ("c", "__dict__")
+        __slots__ = ("c", "__dict__")  # noqa: RUF023
 
     return One, Many, WithDict
 
@@ -276,7 +276,7 @@ def make_enums():
     class Colour(enum.Enum):
         RED = 1
         BLUE = "b"
-        CRIMSON = 1
+        CRIMSON = 1  # noqa: PIE796
 
         def method(self):
             return self.value
@@ -322,7 +322,7 @@ def make_typing():
     class Movie(typing.TypedDict, total=False):
         title: str
 
-    return Box, Sub, Box[int], Row, Row(1), Speaks, Movie, T, typing.Optional[T]
+    return Box, Sub, Box[int], Row, Row(1), Speaks, Movie, T, list[T]
 
 
 def make_wrapped_dict_property():
@@ -340,7 +340,7 @@ def make_cached_property():
         def value(self):
             return 1
 
-        @functools.lru_cache
+        @functools.lru_cache  # noqa: B019
         def method(self):
             return 2
 
@@ -720,6 +720,111 @@ def test_enum_without_its_members(flavor):
 
     del Broken._member_map_
     check(flavor, Broken)
+
+
+# ---- user code that gets in the way ------------------------------------------------------------------------------
+
+
+class Intruder:
+    """Runs code whenever somebody asks for its class, as isinstance does."""
+
+    def __init__(self, action):
+        self.__dict__["action"] = action
+
+    @property
+    def __class__(self):
+        self.__dict__["action"]()
+        return Intruder
+
+    def __reduce__(self):
+        return (int, ())
+
+
+def test_functions_that_change_while_they_are_reduced(flavor):
+    def make():
+        def action():
+            namespace.pop("b", None)
+            namespace["c"] = [1]
+            function.__defaults__ = None
+            function.__kwdefaults__ = None
+            function.__dict__.clear()
+            function.__code__ = (lambda: 5).__code__
+            function.__qualname__ = "renamed"
+            sys.modules.pop("fastcap_gone", None)
+            sys.modules["fastcap_come"] = types.ModuleType("fastcap_come")
+            gc.collect()
+
+        sys.modules["fastcap_gone"] = types.ModuleType("fastcap_gone")
+        namespace = {"__name__": "n", "b": [2], "c": [3], "x": xml}
+        exec("def f(p=[1], *, q=[2]): return a, b, c, x, x.etree", namespace)
+        function = namespace["f"]
+        function.note = [1]
+        namespace["a"] = Intruder(action)
+        return function
+
+    def forget():
+        sys.modules.pop("fastcap_come", None)
+
+    try:
+        for reduce in (lambda f: reduce_with(flavor, f)[:3], lambda f: flavor.pickler_class(io.BytesIO())
+                       .reducer_override(f)[:3]):
+            forget()
+            code, state = reduce(make())[1][0], reduce(make())[2]
+            assert code.co_names == ("a", "b", "c", "x", "etree")
+            assert list(state[1]["__globals__"]) == ["a", "b", "c", "x"]
+    finally:
+        forget()
+
+
+def reduce_with(flavor, obj):
+    _, reduce = flavor.hooks()
+    return reduce(None, obj)
+
+
+def test_classes_that_change_while_they_are_reduced(flavor):
+    class Meta(type):
+        def __getattribute__(cls, name):
+            if name == "__bases__" and "extra" in type.__getattribute__(cls, "__dict__"):
+                type.__delattr__(cls, "extra")
+                gc.collect()
+            return super().__getattribute__(name)
+
+    def make():
+        return Meta("Changing", (), {"extra": [1], "other": 2, "__module__": "nowhere"})
+
+    expected = flavor.module._class_reduce(make())
+    found = reduce_with(flavor, make())
+    assert list(found[2][0]) == list(expected[2][0])
+
+
+def test_modules_whose_package_attribute_runs_code(flavor, monkeypatch):
+    class Package(types.ModuleType):
+        @property
+        def __package__(self):
+            sys.modules[f"fastcap_pkg.n{len(sys.modules)}"] = self
+            gc.collect()
+            return "fastcap_pkg"
+
+    try:
+        function = dynamic("def f(): return p.a", "f", p=Package("fastcap_pkg"))
+        monkeypatch.setitem(sys.modules, "fastcap_pkg.a", types.ModuleType("fastcap_pkg.a"))
+        assert reduce_with(flavor, function)[2][1]["_cloudpickle_submodules"] == [sys.modules["fastcap_pkg.a"]]
+    finally:
+        for name in [name for name in sys.modules if name.startswith("fastcap_pkg.n")]:
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize("raising", ["__class__", "__package__", "__name__"])
+def test_errors_out_of_modules_reach_the_caller(flavor, raising):
+    class Package(types.ModuleType):
+        def __getattribute__(self, name):
+            if name == raising:
+                raise ZeroDivisionError(name)
+            return super().__getattribute__(name)
+
+    module = Package("fastcap_pkg")
+    module.__dict__["__package__"] = "fastcap_pkg"
+    check(flavor, dynamic("def f(): return p.a", "f", p=module))
 
 
 # ---- patches win -------------------------------------------------------------------------------------------------

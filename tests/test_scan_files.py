@@ -241,6 +241,19 @@ def test_torch_legacy_file(tmp_path):
     assert "tensor" in {row.type for row in report.types}
 
 
+def test_joblib_file_with_arrays_is_named(tmp_path):
+    joblib = pytest.importorskip("joblib", reason="joblib is not installed")
+    joblib.dump({"weights": np.full(5000, 1e300), "step": 3}, tmp_path / "model.joblib")
+    with pytest.raises(PayloadError, match=r"joblib\.dump"):
+        scan(tmp_path / "model.joblib")
+
+
+def test_joblib_file_without_arrays(tmp_path):
+    joblib = pytest.importorskip("joblib", reason="joblib is not installed")
+    joblib.dump({"words": ["x" * 1000]}, tmp_path / "model.joblib", compress=("zlib", 3))
+    assert scan(tmp_path / "model.joblib").find("obj['words'][0]").type == "str"
+
+
 def test_other_zip_files(tmp_path):
     with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
         archive.writestr("readme.txt", "nothing to see")

@@ -23,7 +23,7 @@ class NodeView(NamedTuple):
     parent: int  # -1 for the root
     role: int  # OPERAND, ITEM, PAIR, STATE, DISCARD, PICKLE, RAW
     position: int  # which operand, item, or 2 * pair (+ 1 for the value)
-    arg: int  # containers: items or pairs; calls: index of the callable or -1; NEXT_BUFFER: its number; aliases: the target
+    arg: int  # containers: items or pairs; calls: the callable or -1; NEXT_BUFFER: its number; aliases: the target
     memo: int  # memo index or -1
     count: int  # type: ignore[assignment]  # nodes in the subtree, itself included
     self_size: int
@@ -80,7 +80,7 @@ class Graph:
     def select(self, opcodes: bytes, /, min_size: int = 0, limit: int = -1, min_arg: int = 0) -> list[int]:
         """Nodes made by one of these opcodes, subtree_size >= min_size, arg >= min_arg, in stream order, at most `limit`."""
     def type_keys(self) -> list[tuple[int, str, int]]:
-        """(key, op, example): the distinct kinds of node: by callable for calls (key = its index), else by opcode."""
+        """(key, op, example): the distinct kinds of node: by callable for calls, else by opcode."""
     def type_totals(self, meanings: dict[int, int], /) -> dict[int, tuple[int, int]]:
         """key -> (count, bytes). Meanings: 0 own row, 1 absorbs everything below it, 2 glue: counts with its parent."""
     def dominators(self) -> bytes: ...  # uint32 each, native order; NO_INDEX for the root (tests)

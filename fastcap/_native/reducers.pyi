@@ -8,7 +8,7 @@ def shape_digest(function: FunctionType) -> int: ...
 
 class Flavor:
     module: ModuleType
-    pickler_class: type
+    pickler_class: type[Any]
     own_methods: dict[str, Callable[..., Any]]
     dispatch_stand_ins: dict[Callable[[Any], Any], Callable[[Any], Any]]
     def __init__(self, module: ModuleType, pickler_class: type) -> None: ...

@@ -32,7 +32,12 @@ class Scanner:
     """
 
     def __init__(
-        self, buffer_sizes: list[int] | None = None, *, max_nodes: int = 0xFFFFFFFE, shared_memo: bool = False
+        self,
+        buffer_sizes: list[int] | None = None,
+        *,
+        max_nodes: int = 0xFFFFFFFE,
+        shared_memo: bool = False,
+        expected_size: int = 0,
     ) -> None: ...
     def write(self, data: Buffer, /) -> int: ...
     def add_buffer(self, size: int, /) -> None: ...
