@@ -25,11 +25,10 @@ from fastcap.explain import (
     Explainer,
     Failure,
     Origin,
-    Part,
     canonical,
     short_name,
 )
-from fastcap.inert import CALLS, DICTS, TUPLES, UNREAD, At
+from fastcap.inert import CALLS, UNREAD, At
 from fastcap.paths import attr
 from fastcap.report import Capture, Finding, format_size
 
@@ -183,7 +182,7 @@ RULES: Final[Mapping[str, Rule]] = {
         ),
         Rule(
             "FC310", NOTE, "code of an importable module by value",
-            "The class or function belongs to a module that can be imported, and yet its code is pickled: the module is "
+            "The class or function belongs to a module that can be imported, and yet its code is pickled: it is "
             "registered with cloudpickle.register_pickle_by_value. Workers that have it installed do not need that.",
             "cloudpickle.unregister_pickle_by_value(module)",
         ),
@@ -276,7 +275,7 @@ class Scene:
     x: Explainer
     live: Live | None  # None: a file
     captures: Sequence[Capture]
-    read: Callable[[int, int], bytes | memoryview | None] | None = None  # stream bytes [start, end), if they are at hand
+    read: Callable[[int, int], bytes | memoryview | None] | None = None  # stream bytes [start, end), where at hand
     min_size: int = MIN_SIZE  # waste of fewer bytes is not reported
     taken: set[str] = field(default_factory=set)  # paths that a more telling check has dealt with
 
@@ -297,7 +296,7 @@ class Scene:
         return self.live.objects[memo]
 
     def expression(self, index: int) -> str:
-        """An object as the code that captured it would write it: ``self.data``, ``cfg['opt']``; ``x`` if that is unclear."""
+        """An object as the code that captured it writes it: ``self.data``, ``cfg['opt']``; ``x`` if that is unclear."""
         steps: list[str] = []
         link: int | None = index
         while link is not None:
@@ -330,10 +329,8 @@ class Scene:
         size: int | None = None,
     ) -> Finding:  # fmt: skip
         """A finding about the object at a node."""
-        path = self.path(index)
-        return Finding(
-            code, severity or RULES[code].severity, path, self.size(index) if size is None else size, message, replacement
-        )
+        size = self.size(index) if size is None else size
+        return Finding(code, severity or RULES[code].severity, self.path(index), size, message, replacement)
 
     @cached_property
     def calls(self) -> list[tuple[int, str]]:
@@ -469,7 +466,8 @@ def _captured(scene: Scene, index: int, origin: Origin | None) -> str:
 
 _CONSTRUCTORS: Final = {
     "_thread.lock": "threading.Lock()", "_thread.RLock": "threading.RLock()", "_thread._local": "threading.local()",
-    "queue.Queue": "queue.Queue()", "threading.Event": "threading.Event()", "threading.Condition": "threading.Condition()",
+    "queue.Queue": "queue.Queue()", "threading.Event": "threading.Event()",
+    "threading.Condition": "threading.Condition()",
     "_queue.SimpleQueue": "queue.SimpleQueue()", "socket.socket": "socket.create_connection(address)",
     "sqlite3.Connection": "sqlite3.connect(path)", "_io.BufferedReader": 'open(path, "rb")',
     "_io.BufferedWriter": 'open(path, "wb")', "_io.TextIOWrapper": "open(path)", "_io.FileIO": 'open(path, "rb")',
@@ -488,9 +486,10 @@ def _instead_of_unpicklable(scene: Scene, index: int, origin: Origin | None, kin
         return f"{own} = {own}.copy()"
     if kind == "generator":
         return f"{own} = list({own})"
-    if origin is not None and origin.captured == index and origin.name and origin.how in ("closure", "global", "default"):
+    captured = origin is not None and origin.captured == index and origin.name
+    if origin is not None and captured and origin.how in ("closure", "global", "default"):
         return f"inside {scene.name(origin.by)}: {origin.name} = {make or '…'}"
-    if origin is not None and origin.captured == index and origin.how == "class attribute" and origin.name:
+    if origin is not None and captured and origin.how == "class attribute":
         return f"make it in __init__, with a __getstate__ that leaves it out: self.{origin.name} = {make or '…'}"
     if step.startswith(".") and above is not None and scene.x.subject(above).type != "function":
         return (
@@ -530,14 +529,13 @@ def _check_handles(scene: Scene) -> Iterator[Finding]:
                 f"Ray actor handle: loading it in another cluster fails (AssertionError: Expected str or bytes, got "
                 f"<class 'NoneType'>){where}"
             )
-            yield scene.finding(
-                "FC201", index, message, f'{own} = ray.get_actor("{own}")  # by name, where it is used', severity=severity
-            )
+            instead = f'{own} = ray.get_actor("{own}")  # by name, where it is used'
+            yield scene.finding("FC201", index, message, instead, severity=severity)
         else:
             message = f"Ray object reference: it loads elsewhere, and ray.get on it raises OwnerDiedError{where}"
-            yield scene.finding(
-                "FC202", index, message, f"{own} = ray.get({own})  # the value instead of the reference", severity=severity
-            )
+            own = scene.expression(index)
+            instead = f"{own} = ray.get({own})  # the value instead of the reference"
+            yield scene.finding("FC202", index, message, instead, severity=severity)
 
 
 def _variable(scene: Scene, index: int) -> str:
@@ -597,10 +595,10 @@ def _judge_module(module: str, live: bool) -> str | None:
     loaded = sys.modules.get(module)
     if loaded is None:
         return None
-    if getattr(loaded, "__spec__", None) is None and getattr(loaded, "__file__", None) is None and not _is_findable(top):
-        return "FC204"
     file = _file_of(module)
-    return "FC205" if file and not file.startswith(_installed_folders()) and f"{os.sep}site-packages{os.sep}" not in file else None
+    if not file:
+        return "FC204" if getattr(loaded, "__spec__", None) is None and not _is_findable(top) else None
+    return None if file.startswith(_installed_folders()) or f"{os.sep}site-packages{os.sep}" in file else "FC205"
 
 
 @cache
@@ -656,19 +654,19 @@ def _check_memory_maps(scene: Scene) -> Iterator[Finding]:
         file = getattr(obj, "filename", None)
         where = f" of {file}" if isinstance(file, str) else ""
         message = f"memory-mapped array{where}: {format_size(scene.size(index))} of it are read and written out"
-        own = scene.expression(index)
-        yield scene.finding("FC207", index, message, f'{own} = np.load({file or "path"!r}, mmap_mode="r")  # where it is used')
+        shown = repr(file) if isinstance(file, str) else "path"
+        instead = f'{scene.expression(index)} = np.load({shown}, mmap_mode="r")  # where it is used'
+        yield scene.finding("FC207", index, message, instead)
 
 
 def _check_text_files(scene: Scene) -> Iterator[Finding]:
     for index, name in scene.named_calls(0):
         if name == "cloudpickle:_file_reconstructor":
-            obj = scene.object(index)
-            file = getattr(obj, "name", None)
-            shown = f" {file}" if isinstance(file, str) else ""
-            message = f"the content of the open file{shown} is pickled; it loads as io.StringIO"
-            own = scene.expression(index)
-            yield scene.finding("FC208", index, message, f"{own} = open({file if isinstance(file, str) else 'path'!r})  # where it is used")
+            file = getattr(scene.object(index), "name", None)
+            named = isinstance(file, str)
+            message = f"the content of the open file{f' {file}' if named else ''} is pickled; it loads as io.StringIO"
+            instead = f"{scene.expression(index)} = open({repr(file) if named else 'path'})  # where it is used"
+            yield scene.finding("FC208", index, message, instead)
 
 
 def _check_local_paths(scene: Scene) -> Iterator[Finding]:
@@ -697,7 +695,8 @@ def _check_captured_self(scene: Scene) -> Iterator[Finding]:
             state = dict(_attribute_nodes(scene, target))
             if not used <= _attribute_names(scene, target, state):
                 continue
-            rest = scene.size(target) - sum(scene.x.reader.view(state[each]).subtree_size for each in used if each in state)
+            rest = scene.size(target)
+            rest -= sum(scene.x.reader.view(state[each]).subtree_size for each in used if each in state)
             if rest < scene.min_size:
                 continue
             path = scene.path(index) + str(part.step)
@@ -707,9 +706,10 @@ def _check_captured_self(scene: Scene) -> Iterator[Finding]:
             function = scene.x.subject(index)
             file, line = function.where() if function.where is not None else (None, None)
             at = f" at {file}:{line}" if file and line is not None else ""
+            kind = scene.x.subject(target).type
             yield Finding(
                 "FC302", WARNING, path, rest,
-                f"{function.name}{at} reads only {reads}, but captures all of `{part.name}` ({scene.x.subject(target).type})",
+                f"{function.name}{at} reads only {reads}, but captures all of `{part.name}` ({kind})",
                 "; ".join(f"{each} = {part.name}.{each}" for each in names)
                 + f"  # before {function.name}, which then uses {' and '.join(names)}",
             )  # fmt: skip
@@ -764,11 +764,8 @@ def _reads_attributes(code: CodeType, variable: str, used: set[str]) -> bool:
             if following is None or following.opname not in ("LOAD_ATTR", "LOAD_METHOD"):
                 return False
             used.add(str(following.argval))
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType) and variable in constant.co_freevars:
-            if not _reads_attributes(constant, variable, used):
-                return False
-    return True
+    nested = [each for each in code.co_consts if isinstance(each, CodeType) and variable in each.co_freevars]
+    return all(_reads_attributes(each, variable, used) for each in nested)
 
 
 def _names_in_code(scene: Scene, code: Any, nesting: int) -> set[str]:
@@ -877,7 +874,8 @@ def _check_arrays(scene: Scene) -> Iterator[Finding]:
             used *= length if stride else 1
         if used * 2 <= obj.nbytes:
             message = f"{what} is broadcast from {format_size(used)}: every element is written"
-            yield scene.finding("FC304", index, message, f"{own} = np.broadcast_to({own}, {obj.shape})  # where it is used")
+            instead = f"{own} = np.broadcast_to({own}, {obj.shape})  # where it is used"
+            yield scene.finding("FC304", index, message, instead)
         elif str(obj.dtype) == "float64" and type(obj).__name__ == "ndarray" and _fits_float32(obj):
             message = f"{what}: the values that were looked at all fit float32"
             yield scene.finding("FC309", index, message, f"{own} = {own}.astype(np.float32)", size=obj.nbytes // 2)
@@ -955,7 +953,8 @@ def _arrow_rest(scene: Scene, call: Call) -> int:
     made = reader.resolve(parts[0].index)
     kind = Call(scene.x, made).text(0) if reader.view(made).op in CALLS else None
     width = _ARROW_WIDTHS.get(kind or "")
-    buffers = [reader.view(part.index).subtree_size for part in reader.sequence(parts[4].index, 3)[1:] if isinstance(part, At)]
+    nodes = [part.index for part in reader.sequence(parts[4].index, 3)[1:] if isinstance(part, At)]
+    buffers = [reader.view(node).subtree_size for node in nodes]
     if width is None or not buffers or parts[1] < 0:
         return 0
     expected = width * (parts[1] + 1)
@@ -1083,8 +1082,8 @@ def describe_rules() -> str:
     lines = [
         "# Rules",
         "",
-        "What `fastcap analyze` reports under *Findings*. `fastcap rule CODE` prints one of them, `--select` and `--ignore`",
-        "take codes or the beginnings of codes. This page is made from the table in `fastcap/findings.py`.",
+        "What `fastcap analyze` reports under *Findings*. `fastcap rule CODE` prints one of them; `--select` and",
+        "`--ignore` take codes or the beginnings of codes. This page is made from the table in `fastcap/findings.py`.",
         "",
         "| code | severity | what |",
         "|---|---|---|",

@@ -78,7 +78,7 @@ class Graph:
     def last_push(self, start: int, end: int, /) -> int:
         """Net offset of the last opcode that pushes a value in [start, end), which holds no node; -1 if none."""
     def select(self, opcodes: bytes, /, min_size: int = 0, limit: int = -1, min_arg: int = 0) -> list[int]:
-        """Nodes made by one of these opcodes, subtree_size >= min_size, arg >= min_arg, in stream order, at most `limit`."""
+        """Nodes that one of these opcodes made, subtree_size >= min_size, arg >= min_arg, in order, at most `limit`."""
     def type_keys(self) -> list[tuple[int, str, int]]:
         """(key, op, example): the distinct kinds of node: by callable for calls, else by opcode."""
     def type_totals(self, meanings: dict[int, int], /) -> dict[int, tuple[int, int]]:
