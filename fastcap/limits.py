@@ -30,7 +30,7 @@ class KnownLimit:
     effect: str  # "note" (handled another way above it), "warning" or "error"
     constant: str  # its name in `source`
     source: str  # the library and version, and for others than Ray's constants the file
-    package: str = "ray"  # top-level module of the system; limits of Ray are always told, others where it is installed
+    package: str = "ray"  # of the system; Ray's limits are always told, others where it is loaded
 
 
 KNOWN: Final = (
@@ -72,7 +72,7 @@ def limits_for(payload_size: int) -> tuple[Limit, ...]:
     found = ray_constants()
     rows = []
     for known in KNOWN:
-        if known.package != "ray" and not _is_installed(known.package):
+        if known.package != "ray" and known.package not in sys.modules:
             continue
         source = known.source
         if known.constant in _RAY_CONSTANT_NAMES:
@@ -83,15 +83,6 @@ def limits_for(payload_size: int) -> tuple[Limit, ...]:
                   f"{known.constant}, {source}")
         )  # fmt: skip
     return tuple(sorted(rows, key=lambda row: row.size))
-
-
-@lru_cache
-def _is_installed(package: str) -> bool:
-    """Whether a top-level package can be found; that imports nothing."""
-    try:
-        return importlib.util.find_spec(package) is not None
-    except (ImportError, ValueError):
-        return False
 
 
 def ray_constants() -> dict[str, tuple[int, str]]:
