@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
+from pathlib import PurePath
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, Final
 
@@ -162,7 +163,7 @@ RULES: Final[Mapping[str, Rule]] = {
         Rule(
             "FC306", WARNING, "slice of Arrow data that carries its parent",
             "A slice of an Arrow array or table is pickled with the buffers of what it was cut from.",
-            "pa.concat_arrays([x]); for a table x.take(range(len(x)))",
+            "pa.concat_arrays([x]); for a table x.take(list(range(len(x))))",
         ),
         Rule(
             "FC307", NOTE, "array of objects",
@@ -652,9 +653,10 @@ def _check_memory_maps(scene: Scene) -> Iterator[Finding]:
         if not (scene.x.subject(index).type == "memmap" or (obj is not None and type(obj).__name__ == "memmap")):
             continue
         file = getattr(obj, "filename", None)
-        where = f" of {file}" if isinstance(file, str) else ""
+        file = str(file) if isinstance(file, (str, PurePath)) else None
+        where = f" of {file}" if file else ""
         message = f"memory-mapped array{where}: {format_size(scene.size(index))} of it are read and written out"
-        shown = repr(file) if isinstance(file, str) else "path"
+        shown = repr(file) if file else "path"
         instead = f'{scene.expression(index)} = np.load({shown}, mmap_mode="r")  # where it is used'
         yield scene.finding("FC207", index, message, instead)
 
@@ -828,15 +830,17 @@ def _content(scene: Scene, index: int) -> memoryview | None:
             return view.cast("B") if view.contiguous and view.nbytes else None
         except (TypeError, ValueError):
             return None
-    view_of_node = scene.x.reader.view(index)
-    start = scene.x.graph.stream_offset(view_of_node.start)
-    size = view_of_node.end - view_of_node.start
-    header = scene.x.graph.code(view_of_node.start, view_of_node.start + 1)
+    node = scene.x.reader.view(index)
+    start = scene.x.graph.stream_offset(node.start)
+    header = scene.x.graph.code(node.start, node.start + 9)
+    width = 8 if header[:1] in (b"\x8e", b"\x96") else 4  # BINBYTES8, BYTEARRAY8; BINBYTES
+    size = int.from_bytes(header[1 : 1 + width], "little")
     assert scene.read is not None
-    data = scene.read(start, start + size)
-    if data is None or len(data) != size or bytes(data[:1]) != header:
+    data = scene.read(start, start + 1 + width + size)
+    # What is read may be something else, of a compressed file for one.
+    if data is None or len(data) != 1 + width + size or bytes(data[: 1 + width]) != header[: 1 + width]:
         return None
-    return memoryview(data)[9 if header in (b"\x8e", b"\x96") else 5 :]
+    return memoryview(data)[1 + width :]
 
 
 def _sample(content: memoryview) -> bytes:
@@ -895,6 +899,12 @@ def _fits_float32(array: Any) -> bool:
     return bool(exact.all() and fraction.mean() > 0.25)
 
 
+_TENSOR_WIDTHS: Final = {
+    "complex128": 16, "complex64": 8, "float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "int16": 2,
+    "int8": 1, "bool": 1,
+}  # fmt: skip
+
+
 def _check_tensors(scene: Scene) -> Iterator[Finding]:
     for index, name in scene.calls:
         if name not in ("torch:_rebuild_tensor_v2", "torch:_rebuild_tensor"):
@@ -905,9 +915,10 @@ def _check_tensors(scene: Scene) -> Iterator[Finding]:
             continue
         node = scene.x.reader.resolve(storage.index)
         stored = scene.x.reader.view(node).subtree_size
-        width = {"float64": 8, "int64": 8, "float16": 2, "bfloat16": 2, "int16": 2, "int8": 1, "uint8": 1, "bool": 1}
         what = scene.x.subject(index).what
-        used = next((size for kind, size in width.items() if f" {kind} " in what), 4)
+        dtype = str(getattr(scene.object(index), "dtype", what))
+        # Unknown where the storage is bytes that the graph has not kept: then the widest of the usual ones.
+        used = next((size for kind, size in _TENSOR_WIDTHS.items() if kind in dtype), 8)
         for length in shape:
             used *= length if isinstance(length, int) else 1
         if stored - used < scene.min_size or stored < 2 * used or scene.x.graph.referrer_count(node):
@@ -938,7 +949,7 @@ def _check_arrow(scene: Scene) -> Iterator[Finding]:
         own = scene.expression(head)
         what = scene.x.subject(head).what
         is_array = what.startswith("pyarrow Array")
-        shorter = f"pa.concat_arrays([{own}])" if is_array else f"{own}.take(range(len({own})))"
+        shorter = f"pa.concat_arrays([{own}])" if is_array else f"{own}.take(list(range(len({own}))))"
         message = f"{what} is a slice: {format_size(rest)} of what it was cut from go along"
         yield scene.finding("FC306", head, message, f"{own} = {shorter}", size=rest)
 
