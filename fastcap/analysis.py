@@ -453,7 +453,7 @@ def count_types(explainer: Explainer) -> list[TypeRow]:
     """Bytes by type, biggest first; with the overhead they add up to the payload."""
     meanings: dict[int, int] = {}
     names: dict[int, str] = {}
-    for number, (key, _, example) in enumerate(explainer.graph.type_keys()):
+    for number, (key, _, example) in enumerate(explainer.kinds):
         if number >= _TYPES:
             break
         subject = explainer.subject(example)

@@ -152,6 +152,11 @@ class Explainer:
         self._places: dict[int, Place] = {}
         self._paths: dict[int, str] = {}
 
+    @cached_property
+    def kinds(self) -> list[tuple[int, str, int]]:
+        """The distinct kinds of node, as `Graph.type_keys` gives them."""
+        return self.graph.type_keys()
+
     # --- objects -----------------------------------------------------------------------------------------------------
 
     def subject(self, index: int) -> Subject:

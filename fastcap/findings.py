@@ -334,20 +334,19 @@ class Scene:
         return Finding(code, severity or RULES[code].severity, self.path(index), size, message, replacement)
 
     @cached_property
-    def calls(self) -> list[tuple[int, str]]:
-        """(node, canonical name) of each call of a table row that makes `_SMALLEST_BUFFER` bytes or more."""
-        return list(self.named_calls(_SMALLEST_BUFFER))
+    def callables(self) -> dict[int, str]:
+        """Kind of call (see `Graph.type_keys`) -> canonical name of what is called."""
+        found = {}
+        for key, op, example in self.x.kinds[:_NODES]:
+            name = canonical(Call(self.x, example).name) if op in CALLS else None
+            if name:
+                found[key] = name
+        return found
 
-    def named_calls(self, min_size: int) -> Iterator[tuple[int, str]]:
-        """(node, canonical name of what is called) of the calls that are big enough."""
-        names: dict[int, str] = {}
-        for index in self.x.graph.select(_CALL_OPCODES, min_size, _NODES):
-            call = Call(self.x, index)
-            key = call.callable
-            if key not in names:
-                names[key] = canonical(call.name) or ""
-            if names[key]:
-                yield index, names[key]
+    def calls(self, wanted: Callable[[str], bool], min_size: int = 0) -> list[int]:
+        """The calls of what has a name that is wanted, of at least so many bytes."""
+        keys = [key for key, name in self.callables.items() if wanted(name)]
+        return self.x.graph.select_kinds(keys, min_size, _NODES) if keys else []
 
     @cached_property
     def globals(self) -> list[tuple[int, str]]:
@@ -360,7 +359,6 @@ class Scene:
         return found
 
 
-_CALL_OPCODES: Final = b"Ro\x81\x92i"  # REDUCE, OBJ, NEWOBJ, NEWOBJ_EX, INST
 _GLOBAL_OPCODES: Final = b"c\x93"  # GLOBAL, STACK_GLOBAL
 _BYTES_OPCODES: Final = b"B\x8e\x96C"  # BINBYTES, BINBYTES8, BYTEARRAY8, SHORT_BINBYTES
 _LIST_OPCODES: Final = b"]l"  # EMPTY_LIST, LIST
@@ -518,8 +516,8 @@ def _check_broken(scene: Scene) -> Iterator[Finding]:
 
 def _check_handles(scene: Scene) -> Iterator[Finding]:
     severity = ERROR if scene.live is None else WARNING
-    for index, name in scene.named_calls(0):
-        kind = scene.x.subject(index).type if name.startswith("ray:") else ""
+    for index in scene.calls(lambda name: name.startswith("ray:")):
+        kind = scene.x.subject(index).type
         if kind not in ("ActorHandle", "ObjectRef") or scene.head(index) != index:
             continue
         origin = scene.x.origin(index)
@@ -624,9 +622,7 @@ def _installed_folders() -> tuple[str, ...]:
 
 
 def _check_gpu_tensors(scene: Scene) -> Iterator[Finding]:
-    for index, name in scene.named_calls(0):
-        if not name.startswith("torch:_rebuild"):
-            continue
+    for index in scene.calls(lambda name: name.startswith("torch:_rebuild")):
         device = _device_of(scene, index)
         if device.startswith("cuda"):
             message = f"tensor on {device}: where there is no such device loading raises RuntimeError"
@@ -646,9 +642,7 @@ def _device_of(scene: Scene, index: int) -> str:
 
 
 def _check_memory_maps(scene: Scene) -> Iterator[Finding]:
-    for index, name in scene.calls:
-        if name not in ("numpy:_reconstruct", "numpy:_frombuffer"):
-            continue
+    for index in scene.calls(_ARRAYS.__contains__, _SMALLEST_BUFFER):
         obj = scene.object(index)
         if not (scene.x.subject(index).type == "memmap" or (obj is not None and type(obj).__name__ == "memmap")):
             continue
@@ -662,19 +656,16 @@ def _check_memory_maps(scene: Scene) -> Iterator[Finding]:
 
 
 def _check_text_files(scene: Scene) -> Iterator[Finding]:
-    for index, name in scene.named_calls(0):
-        if name == "cloudpickle:_file_reconstructor":
-            file = getattr(scene.object(index), "name", None)
-            named = isinstance(file, str)
-            message = f"the content of the open file{f' {file}' if named else ''} is pickled; it loads as io.StringIO"
-            instead = f"{scene.expression(index)} = open({repr(file) if named else 'path'})  # where it is used"
-            yield scene.finding("FC208", index, message, instead)
+    for index in scene.calls(lambda name: name == "cloudpickle:_file_reconstructor"):
+        file = getattr(scene.object(index), "name", None)
+        named = isinstance(file, str)
+        message = f"the content of the open file{f' {file}' if named else ''} is pickled; it loads as io.StringIO"
+        instead = f"{scene.expression(index)} = open({repr(file) if named else 'path'})  # where it is used"
+        yield scene.finding("FC208", index, message, instead)
 
 
 def _check_local_paths(scene: Scene) -> Iterator[Finding]:
-    for index, name in scene.named_calls(0):
-        if name not in ("pathlib.PosixPath", "pathlib.WindowsPath", "pathlib._local.PosixPath"):
-            continue
+    for index in scene.calls(("pathlib.PosixPath", "pathlib.WindowsPath", "pathlib._local.PosixPath").__contains__):
         first = Call(scene.x, index).text(0)
         if first is not None and (first.startswith("/") or first[1:3] in (":\\", ":/")) and scene.head(index) == index:
             yield scene.finding("FC209", index, f"{scene.x.subject(index).what} is a path of this machine", None)
@@ -684,9 +675,7 @@ def _check_local_paths(scene: Scene) -> Iterator[Finding]:
 
 
 def _check_captured_self(scene: Scene) -> Iterator[Finding]:
-    for index, name in scene.named_calls(scene.min_size):
-        if name != "cloudpickle:_make_function":
-            continue
+    for index in scene.calls(lambda name: name == "cloudpickle:_make_function", scene.min_size):
         for part, target in scene.x.below(index):
             if part.how != "closure" or part.name is None:
                 continue
@@ -855,6 +844,9 @@ def _same(one: memoryview, other: memoryview) -> bool:
     )
 
 
+_ARRAYS: Final = frozenset({"numpy:_reconstruct", "numpy:_frombuffer"})
+
+
 def _is_array(obj: Any) -> bool:
     kind = type(obj)
     return kind.__module__ == "numpy" and kind.__name__ in ("ndarray", "memmap")
@@ -862,12 +854,12 @@ def _is_array(obj: Any) -> bool:
 
 def _check_arrays(scene: Scene) -> Iterator[Finding]:
     """FC304, FC307, FC309: arrays that could be smaller."""
-    for index, name in scene.calls:
-        if name not in ("numpy:_reconstruct", "numpy:_frombuffer"):
+    for index in scene.calls(_ARRAYS.__contains__, min(_SMALLEST_BUFFER, scene.min_size)):
+        obj = scene.object(index)
+        if obj is not None and _is_array(obj) and str(obj.dtype) != "object" and obj.nbytes < scene.min_size:
             continue
         own = scene.expression(index)
         what = scene.x.subject(index).what
-        obj = scene.object(index)
         if " object " in f"{what} " and scene.size(index) >= scene.min_size:
             message = f"{what}: its elements are pickled one by one"
             yield scene.finding("FC307", index, message, f"{own} = {own}.astype(float)  # or what the elements are")
@@ -891,6 +883,10 @@ def _fits_float32(array: Any) -> bool:
     if not (array.flags.c_contiguous or array.flags.f_contiguous):
         return False
     flat = array.ravel("K")
+    first = flat[:64]
+    with numpy.errstate(all="ignore"):
+        if (first.astype(numpy.float32).astype(numpy.float64) != first).any():
+            return False
     step = max(1, flat.size // 16)
     sample = numpy.concatenate([flat[at : at + _SAMPLE // 16] for at in range(0, flat.size, step)])
     with numpy.errstate(all="ignore"):
@@ -906,9 +902,7 @@ _TENSOR_WIDTHS: Final = {
 
 
 def _check_tensors(scene: Scene) -> Iterator[Finding]:
-    for index, name in scene.calls:
-        if name not in ("torch:_rebuild_tensor_v2", "torch:_rebuild_tensor"):
-            continue
+    for index in scene.calls(lambda name: name.startswith("torch:_rebuild_tensor"), scene.min_size):
         call = Call(scene.x, index)
         storage, shape = call.argument(0), scene.x.reader.value(call.argument(2))
         if not isinstance(storage, At) or not isinstance(shape, tuple):
@@ -937,12 +931,11 @@ _ARROW_WIDTHS: Final = {
 
 def _check_arrow(scene: Scene) -> Iterator[Finding]:
     lost: dict[int, int] = {}
-    for index, name in scene.calls:
-        if name == "pyarrow:_restore_array":
-            rest = _arrow_rest(scene, Call(scene.x, index))
-            head = scene.head(index)
-            if rest and head is not None:
-                lost[head] = lost.get(head, 0) + rest
+    for index in scene.calls(lambda name: name == "pyarrow:_restore_array", _SMALLEST_BUFFER):
+        rest = _arrow_rest(scene, Call(scene.x, index))
+        head = scene.head(index)
+        if rest and head is not None:
+            lost[head] = lost.get(head, 0) + rest
     for head, rest in lost.items():
         if rest < scene.min_size:
             continue
@@ -990,9 +983,7 @@ def _check_code_by_value(scene: Scene) -> Iterator[Finding]:
     if scene.live is None:
         return
     seen: set[str] = set()
-    for index, name in scene.named_calls(0):
-        if name not in ("cloudpickle:_make_function", "cloudpickle:_make_skeleton_class"):
-            continue
+    for index in scene.calls(("cloudpickle:_make_function", "cloudpickle:_make_skeleton_class").__contains__):
         obj = scene.object(index)
         if not isinstance(obj, (FunctionType, type)):
             continue

@@ -716,6 +716,33 @@ cdef class Graph:
             found.append(i)
         return found
 
+    def select_kinds(self, keys, min_size=0, limit=-1):
+        """The nodes of some of the kinds of `type_keys`, of at least so many bytes, in stream order."""
+        cdef uint64_t least = min_size
+        cdef Py_ssize_t room = limit
+        cdef uint8_t* chosen
+        cdef uint32_t i
+        cdef list found = []
+        self.need_kinds()
+        chosen = <uint8_t*>PyMem_RawCalloc(len(self.examples), 1)
+        if chosen == NULL:
+            raise MemoryError()
+        try:
+            for key in keys:
+                if not 0 <= key < len(self.examples):
+                    raise ValueError(f"{key} is no type key of this graph")
+                chosen[<uint32_t>key] = 1
+            for i in range(self.n):
+                if not chosen[self.kind_of[i]] or self.subtree_size(i) < least:
+                    continue
+                if room == 0:
+                    break
+                room -= 1
+                found.append(i)
+        finally:
+            PyMem_RawFree(chosen)
+        return found
+
     def type_keys(self):
         """(key, op, example) for every distinct kind of node, in stream order; ``example`` is the first such node.
 
