@@ -644,7 +644,8 @@ def _device_of(scene: Scene, index: int) -> str:
 def _check_memory_maps(scene: Scene) -> Iterator[Finding]:
     for index in scene.calls(_ARRAYS.__contains__, _SMALLEST_BUFFER):
         obj = scene.object(index)
-        if not (scene.x.subject(index).type == "memmap" or (obj is not None and type(obj).__name__ == "memmap")):
+        kind = scene.x.subject(index).type if obj is None else type(obj).__name__
+        if kind != "memmap":
             continue
         file = getattr(obj, "filename", None)
         file = str(file) if isinstance(file, (str, PurePath)) else None
@@ -833,8 +834,9 @@ def _content(scene: Scene, index: int) -> memoryview | None:
 
 
 def _sample(content: memoryview) -> bytes:
-    step = max(1, len(content) // 16)
-    return b"".join(bytes(content[at : at + _SAMPLE // 16]) for at in range(0, len(content), step))
+    """Some bytes of the beginning, the middle and the end: equal contents have equal samples."""
+    size = len(content)
+    return b"".join(bytes(content[at : at + 256]) for at in (0, size // 3, 2 * size // 3, max(0, size - 256)))
 
 
 def _same(one: memoryview, other: memoryview) -> bool:
@@ -856,25 +858,30 @@ def _check_arrays(scene: Scene) -> Iterator[Finding]:
     """FC304, FC307, FC309: arrays that could be smaller."""
     for index in scene.calls(_ARRAYS.__contains__, min(_SMALLEST_BUFFER, scene.min_size)):
         obj = scene.object(index)
-        if obj is not None and _is_array(obj) and str(obj.dtype) != "object" and obj.nbytes < scene.min_size:
+        if obj is None or not _is_array(obj) or obj.dtype.kind == "O":
+            what = scene.x.subject(index).what
+            if " object " in f"{what} " and scene.size(index) >= scene.min_size:
+                own = scene.expression(index)
+                message = f"{what}: its elements are pickled one by one"
+                yield scene.finding("FC307", index, message, f"{own} = {own}.astype(float)  # or what the elements are")
             continue
-        own = scene.expression(index)
-        what = scene.x.subject(index).what
-        if " object " in f"{what} " and scene.size(index) >= scene.min_size:
-            message = f"{what}: its elements are pickled one by one"
-            yield scene.finding("FC307", index, message, f"{own} = {own}.astype(float)  # or what the elements are")
-        if obj is None or not _is_array(obj) or obj.nbytes < scene.min_size:
+        if obj.nbytes < scene.min_size:
             continue
         used = obj.dtype.itemsize
         for length, stride in zip(obj.shape, obj.strides):
             used *= length if stride else 1
         if used * 2 <= obj.nbytes:
+            own, what = scene.expression(index), scene.x.subject(index).what
             message = f"{what} is broadcast from {format_size(used)}: every element is written"
             instead = f"{own} = np.broadcast_to({own}, {obj.shape})  # where it is used"
             yield scene.finding("FC304", index, message, instead)
-        elif str(obj.dtype) == "float64" and type(obj).__name__ == "ndarray" and _fits_float32(obj):
+        elif obj.dtype.str == _FLOAT64 and type(obj).__name__ == "ndarray" and _fits_float32(obj):
+            own, what = scene.expression(index), scene.x.subject(index).what
             message = f"{what}: the values that were looked at all fit float32"
             yield scene.finding("FC309", index, message, f"{own} = {own}.astype(np.float32)", size=obj.nbytes // 2)
+
+
+_FLOAT64: Final = "<f8" if sys.byteorder == "little" else ">f8"
 
 
 def _fits_float32(array: Any) -> bool:
