@@ -32,7 +32,9 @@ demo: $(RUNTIME)
 test: $(DEVELOPMENT)
 	$(BIN)/python -m pytest $(ARGS)
 
-bench: $(DEVELOPMENT)
+bench: EXTRAS := test,bench$(if $(WITH),$(comma)$(WITH))
+bench: $(BIN)/python
+	$(PIP) --editable ".[$(EXTRAS)]"
 	$(BIN)/python -m pytest bench $(ARGS)
 
 lint: $(DEVELOPMENT)

@@ -85,8 +85,9 @@ def scan(
     """What a pickle consists of; nothing in it is executed or imported.
 
     ``source`` is a path, a bytes-like object or a binary file object, plain or compressed (gzip, bz2, xz, lz4, zstd),
-    or a file of ``torch.save``. ``buffers`` are its out-of-band buffers (PEP 574) or their sizes in bytes. ``progress``
-    is called with (bytes done, bytes in all or None). Raises `fastcap.PayloadError` for what is no pickle.
+    or a file of ``joblib.dump`` or ``torch.save``. ``buffers`` are its out-of-band buffers (PEP 574) or their sizes in
+    bytes. ``progress`` is called with (bytes done, bytes in all or None). Raises `fastcap.PayloadError` for what is no
+    pickle.
     """
     tables, notes = scan_source(source, buffers=buffers, progress=progress)
     graph = Graph(tables)

@@ -18,6 +18,7 @@ FORMAT = 1
 """Version of the dictionary that `Diff.to_dict` makes."""
 
 _LEAST_MOVED = 1024  # bytes from which on a part that went and one that came are compared
+_SEARCHED = 100_000  # nodes behind a "[N more]" row up to which it is searched for a part
 _SAME_SIZE = 64  # bytes by which the memo references in a moved part may change its size
 
 Kind = Literal["came", "went", "grew", "shrank", "moved"]
@@ -106,9 +107,9 @@ class Diff:
 def compare(old: Report, new: Report) -> Diff:
     """What changed from ``old`` to ``new``; the names of their roots do not matter.
 
-    A path that one report does not show is looked up in it. A report that was read back from JSON knows only the rows
-    it holds: a part that it may have in its ``[N more]`` rows is compared with those. Raises ``ValueError`` for a
-    report whose rows do not add up.
+    A path that one report does not show is looked up in it. Where that is not possible, for a report that was read back
+    from JSON and below an object with very many parts, a part that may be among those that the report sums up in an
+    ``[N more]`` row is compared with that row. Raises ``ValueError`` for a report whose rows do not add up.
     """
     for report in (old, new):
         rest = report.payload_size - report.overhead
@@ -154,24 +155,34 @@ class _Part:
     more: int = 0  # bytes of the "[N more]" row
     more_row: NodeRow | None = None
     parts: dict[tuple[str, int], _Part] = field(default_factory=dict)  # by label, and which one of that label
+    can_look_up: bool = True  # whether the report can be asked for what is below, in reasonable time
 
     def look_up(self, other: _Part, of: _Part) -> _Part | None:
         """The part that corresponds to ``other``, a part of ``of``, among those that the report does not show."""
-        if self.report.find_row is None or not self.more or not other.row.path.startswith(of.row.path):
+        if not self.can_look_up or not self.more or not other.row.path.startswith(of.row.path):
             return None
         row = self.report.find(self.row.path + other.row.path[len(of.row.path) :])
         if row is None or not 0 < row.subtree_size <= self.more:
             return None
         own_size = min(row.self_size, row.subtree_size)
         self.more -= row.subtree_size
-        return _Part(self.report, row, row.subtree_size, more=row.subtree_size - own_size)
+        can_look_up = row.count <= _SEARCHED
+        return _Part(self.report, row, row.subtree_size, row.subtree_size - own_size, can_look_up=can_look_up)
+
+    def may_hide(self, part: _Part) -> bool:
+        """Whether ``part`` of another report could be one of those that this one sums up in its "[N more]" row."""
+        if self.can_look_up:
+            return False
+        # What is shown of an object is the biggest of its parts.
+        smallest_shown = min((shown.size for shown in self.parts.values()), default=self.more)
+        return part.size <= min(self.more, smallest_shown)
 
 
 def _tree(report: Report) -> _Part | None:
     """The root of a report's rows; None if it has no rows."""
     parts: list[_Part] = []
     for row in report.nodes:
-        part = _Part(report, row, row.self_size)
+        part = _Part(report, row, row.self_size, can_look_up=report.find_row is not None)
         parts.append(part)
         if row.parent is None:
             continue
@@ -184,6 +195,11 @@ def _tree(report: Report) -> _Part | None:
         while (row.label, number) in above.parts:
             number += 1
         above.parts[row.label, number] = part
+    for part in parts:
+        # A search for what is below starts at the root, and looks at all that is in its way.
+        above_it = part if part.row.parent is None else parts[part.row.parent]
+        few = part.more_row is None or part.more_row.count <= _SEARCHED
+        part.can_look_up = above_it.can_look_up and few
     for part in reversed(parts):  # preorder: parts come before what they are part of
         if part.row.parent is not None:
             parts[part.row.parent].size += part.size
@@ -208,7 +224,6 @@ class _Comparison:
             old_size = old.size - old_more - sum(part.size for part in old.parts.values())
             new_size = new.size - new_more - sum(part.size for part in new.parts.values())
             self.add(new.row.path, old.row, new.row, old_size, new_size)
-            # A report that cannot be asked may have a part in its "more" row, if that is big enough.
             went, hidden_size = _hidden(went, new)
             self.went += went
             old_more = old.more + hidden_size
@@ -258,10 +273,8 @@ def _pair(old: _Part, new: _Part) -> tuple[list[tuple[_Part, _Part]], list[_Part
 
 
 def _hidden(parts: list[_Part], other: _Part) -> tuple[list[_Part], int]:
-    """Parts that are not in ``other`` for certain, and the bytes of the rest, which its "more" row may hold."""
-    if other.report.find_row is not None:
-        return parts, 0
-    certain = [part for part in parts if part.size > other.more]
+    """Parts that are not in ``other`` for certain, and the bytes of the rest, which its "[N more]" row may hold."""
+    certain = [part for part in parts if not other.may_hide(part)]
     return certain, sum(part.size for part in parts) - sum(part.size for part in certain)
 
 

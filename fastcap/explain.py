@@ -151,6 +151,7 @@ class Explainer:
         self._subjects: dict[int, Subject] = {}
         self._places: dict[int, Place] = {}
         self._paths: dict[int, str] = {}
+        self._steps: dict[int, _Steps] = {}  # of the objects that were last looked into, at most _INDEXED
 
     @cached_property
     def kinds(self) -> list[tuple[int, str, int]]:
@@ -305,9 +306,11 @@ class Explainer:
     def _at_step(self, index: int, wanted: str) -> Iterator[int]:
         """What lies behind a step from an object, or from what it is a reference to."""
         for start in dict.fromkeys((index, self.reader.resolve(index))):
-            for part, target in self.below(start):
-                if str(part.step) == wanted:
-                    yield target
+            steps = self._steps.pop(start, None) or _Steps(self.below(start))
+            self._steps[start] = steps  # the last one used comes last
+            if len(self._steps) > _INDEXED:
+                del self._steps[next(iter(self._steps))]
+            yield from steps.at(wanted)
 
     # --- paths -------------------------------------------------------------------------------------------------------
 
@@ -406,7 +409,12 @@ class Explainer:
             return None
         index = self.reader.resolve(value.index)
         name = self.reader.global_name(index)
-        if name is not None or self.reader.view(index).op != "REDUCE":
+        op = self.reader.view(index).op
+        if op == "BINPERSID":  # old files of torch name a module's class by ("module", class, file, source)
+            parts = self.reader.contents(index, 1).get(0)
+            parts = self.reader.sequence(parts.index, 4) if isinstance(parts, At) else []
+            return self.call_name(parts[1], nesting - 1) if len(parts) == 4 else None
+        if name is not None or op != "REDUCE":
             return name
         call = Call(self, index)
         args = call.args
@@ -451,6 +459,27 @@ class Parts:
     own_size: int  # bytes of the object itself: its nodes and the glue that was looked at
     own_count: int  # nodes of those
     complete: bool  # everything was looked at
+
+
+class _Steps:
+    """What is below one object by its step, read only as far as look-ups have gone."""
+
+    def __init__(self, below: Iterator[tuple[Part, int]]) -> None:
+        self.below = below
+        self.found: dict[str, list[int]] = {}
+
+    def at(self, wanted: str) -> Iterator[int]:
+        count = 0
+        while True:
+            targets = self.found.get(wanted, ())
+            if count < len(targets):
+                yield targets[count]
+                count += 1
+                continue
+            part, target = next(self.below, (None, 0))
+            if part is None:
+                return
+            self.found.setdefault(str(part.step), []).append(target)
 
 
 class Call:
@@ -527,7 +556,9 @@ class Call:
 
 # --- names -----------------------------------------------------------------------------------------------------------
 
+_INDEXED = 16  # objects whose parts are kept by their steps
 _CLOUDPICKLE = re.compile(r"(?:.*\.)?cloudpickle\.cloudpickle(?:_fast)?\.(\w+)")
+_JOBLIB = re.compile(r".*\.joblib\.numpy_pickle(?:_compat)?\.(\w+)")  # a copy, such as the one in old scikit-learn
 _LIBRARIES: Final = frozenset({"numpy", "pandas", "torch", "pyarrow", "scipy", "ray", "joblib"})
 
 
@@ -541,6 +572,8 @@ def canonical(name: str | None) -> str | None:
         return None
     if match := _CLOUDPICKLE.fullmatch(name):
         return f"cloudpickle:{match[1]}"
+    if match := _JOBLIB.fullmatch(name):
+        return f"joblib:{match[1]}"
     library, _, rest = name.partition(".")
     if library in _LIBRARIES:
         return f"{library}:{rest.rpartition('.')[2]}"
@@ -741,7 +774,7 @@ def _subject(x: Explainer, index: int) -> Subject:
     if view.op in ATOMS:
         return Subject(ATOMS[view.op])
     if view.op == "FILE":
-        return Subject("file", _counted("file", view.arg, "pickles"), _file_route)
+        return Subject("file", _counted("file", view.arg, "pickle" if view.arg == 1 else "pickles"), _file_route)
     if view.op == "RAW":
         return Subject("raw bytes", "bytes that are not pickle opcodes")
     if view.op in ("NEXT_BUFFER", "READONLY_BUFFER"):
@@ -1371,6 +1404,27 @@ def _masked_array(call: Call) -> Subject:
     return Subject("MaskedArray", phrase)
 
 
+def _wrapped_array(call: Call) -> Subject:
+    """``NumpyArrayWrapper``: what ``joblib.dump`` writes in place of an array, whose bytes follow."""
+    x = call.explainer
+    state = call.state_items()
+    kind = short_name(x.call_name(state.get("subclass", UNREAD)))
+    if kind in ("object", "memmap"):
+        kind = "ndarray"
+
+    def phrase() -> str:
+        shape = _shape(call.reader.value(state.get("shape", UNREAD)))
+        return " ".join(filter(None, (kind, _dtype_name(x, state.get("dtype", UNREAD)), shape)))
+
+    return Subject(kind, phrase)
+
+
+def _array_elsewhere(call: Call) -> Subject:
+    """``NDArrayWrapper``: an array in a file of its own, as joblib did before 0.10."""
+    name = call.reader.string(call.state_items().get("filename"))
+    return Subject("ndarray", f"ndarray in the file {_quote(name)}" if name else "ndarray in a file of its own")
+
+
 # pandas
 
 
@@ -1672,6 +1726,10 @@ TABLE: Final[dict[str, Maker]] = {
     "numpy:__bit_generator_ctor": _leaf("BitGenerator", "numpy BitGenerator"),
     "numpy:__generator_ctor": _leaf("Generator", "numpy random Generator"),
     "numpy:__randomstate_ctor": _leaf("RandomState", "numpy RandomState"),
+    # joblib
+    "joblib:NumpyArrayWrapper": _wrapped_array,
+    "joblib:NDArrayWrapper": _array_elsewhere,
+    "joblib:ZNDArrayWrapper": _array_elsewhere,
     # pandas
     "pandas:DataFrame": _frame,
     "pandas:Series": _series,
@@ -1716,5 +1774,5 @@ TABLE: Final[dict[str, Maker]] = {
 }
 """Canonical name of a reconstructor or class -> what it makes."""
 
-_INSTANCE_MAKERS: Final = frozenset({_frame, _series, _sparse, _string_io})
+_INSTANCE_MAKERS: Final = frozenset({_frame, _series, _sparse, _string_io, _wrapped_array, _array_elsewhere})
 """Rows that describe an instance by its state alone: they hold for `copyreg._reconstructor` too."""

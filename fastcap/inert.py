@@ -41,18 +41,18 @@ def _layout_of(op: pickletools.OpcodeInfo) -> tuple[str, int, int]:
     return op.name, -1, _PREFIXES.get(op.arg.n, 0)
 
 
-_LAYOUT: Final = {code: _layout_of(op) for code, op in _BY_CODE.items()}
+LAYOUT: Final = {code: _layout_of(op) for code, op in _BY_CODE.items()}
 _WINDOW: Final = 4096
 GETS: Final = frozenset({"GET", "BINGET", "LONG_BINGET"})
-_PUTS: Final = frozenset({"PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"})
+PUTS: Final = frozenset({"PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"})
 _MARKS: Final = frozenset({"MARK"})
-_CONSTANTS: Final[dict[str, Any]] = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
+CONSTANTS: Final[dict[str, Any]] = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 _FLOATS: Final = frozenset({"FLOAT", "BINFLOAT"})
-_INTS: Final = frozenset({"INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4"})
-_NUMBERS: Final = _INTS | _FLOATS
+INTS: Final = frozenset({"INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4"})
+_NUMBERS: Final = INTS | _FLOATS
 ATOMS: Final = {
-    **dict.fromkeys(_CONSTANTS, "constant"),
-    **dict.fromkeys(_INTS, "int"),
+    **dict.fromkeys(CONSTANTS, "constant"),
+    **dict.fromkeys(INTS, "int"),
     **dict.fromkeys(_FLOATS, "float"),
 }
 """Opcodes that push an atom, with its type. An atom has a node only where it is memoized or popped with something."""
@@ -137,7 +137,7 @@ class Reader:
         place = at - base
         if not 0 <= place < len(code) - 9:
             code, place = self.graph.code(at, min(at + 9, end)), 0
-        layout = _LAYOUT.get(code[place]) if code else None
+        layout = LAYOUT.get(code[place]) if code else None
         if layout is None:
             return None
         name, fixed, width = layout
@@ -211,7 +211,7 @@ class Reader:
             except UnicodeDecodeError:
                 value = data.decode("latin-1")
         elif view.op in OLD_TEXTS:
-            value = (_unquote(data) if view.op == "STRING" else data).decode("latin-1")
+            value = (unquote(data) if view.op == "STRING" else data).decode("latin-1")
         elif view.op in TEXTS:
             try:
                 value = data.decode("utf-8", "surrogatepass")
@@ -232,8 +232,8 @@ class Reader:
         return UNREAD if code is None else self._atom(code)
 
     def _atom(self, code: _Instruction) -> Any:
-        if code.name in _CONSTANTS:
-            return _CONSTANTS[code.name]
+        if code.name in CONSTANTS:
+            return CONSTANTS[code.name]
         if code.name in _NUMBERS:
             return self._number(code)
         if code.name == "EMPTY_TUPLE":
@@ -260,7 +260,8 @@ class Reader:
             mine = edge.role in (role, OPERAND) if role != OPERAND else edge.role == OPERAND
             if not edge.is_reference:
                 child = self.view(edge.target)
-                children[child.start] = (child.end, edge.position if mine else None)
+                if child.end > child.start:  # a buffer that was attached has no opcodes
+                    children[child.start] = (child.end, edge.position if mine else None)
             if mine and edge.position < limit:
                 found[edge.position] = At(self.resolve(edge.target))
         if view.op in GLOBALS or view.op in PERSISTENT or view.op == "EMPTY_TUPLE":
@@ -280,7 +281,7 @@ class Reader:
             at = code.end
             if code.name in GETS:
                 position += 1
-            elif code.name in _CONSTANTS or code.name in _NUMBERS:
+            elif code.name in CONSTANTS or code.name in _NUMBERS:
                 found.setdefault(position, self._atom(code))
                 position += 1
             elif code.name == "EMPTY_TUPLE":
@@ -288,7 +289,7 @@ class Reader:
                 position += 1
             elif code.name in CALLS or code.name in TUPLES:
                 break
-            elif code.name in _MARKS or code.name in _PUTS or code.name in _MAKES_CONTAINER:
+            elif code.name in _MARKS or code.name in PUTS or code.name in _MAKES_CONTAINER:
                 continue
         return found
 
@@ -408,7 +409,7 @@ class Reader:
         return None
 
 
-def _unquote(data: bytes) -> bytes:
+def unquote(data: bytes) -> bytes:
     """The bytes that a STRING argument (a quoted Python 2 literal) stands for."""
     if len(data) >= 2 and data[:1] == data[-1:] and data[:1] in (b"'", b'"'):
         data = data[1:-1]
@@ -416,4 +417,3 @@ def _unquote(data: bytes) -> bytes:
         return data.decode("latin-1").encode("latin-1", "replace").decode("unicode_escape").encode("latin-1")
     except (UnicodeDecodeError, UnicodeEncodeError):
         return data
-

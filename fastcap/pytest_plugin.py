@@ -5,7 +5,7 @@ Everything else of fastcap is loaded when a test uses one of them.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -79,20 +79,18 @@ def _budget_of(item: pytest.Item) -> _Budget | None:
     text = item.config.getini(_INI_LIMIT)
     if marker is None and not text:
         return None
-    from fastcap.checking import as_size
-
     try:
-        if marker is None:
-            return _Budget(as_size(text))
-        return _read_marker(*marker.args, **marker.kwargs)
-    except (TypeError, ValueError) as error:
-        where = _INI_LIMIT if marker is None else f"@pytest.mark.{MARKER}"
-        reason = str(error).replace("_read_marker()", MARKER)
-        pytest.fail(f"{where}: {reason}", pytrace=False)
+        return _read_budget(text) if marker is None else _read_budget(*marker.args, **marker.kwargs)
+    except TypeError:
+        reason = 'write limit_payload("1 MiB") or limit_payload("1 MiB", objects=True)'
+    except ValueError as error:
+        reason = str(error)
+    where = _INI_LIMIT if marker is None else f"@pytest.mark.{MARKER}"
+    pytest.fail(f"{where}: {reason}", pytrace=False)
 
 
-def _read_marker(size: int | str | None, *, objects: bool = False) -> _Budget | None:
-    """The marker's arguments; a size of None takes a limit away that was set for the module or for all tests."""
+def _read_budget(size: int | str | None, *, objects: bool = False) -> _Budget | None:
+    """What the marker says; a size of None takes a limit away that was set for the module or for all tests."""
     from fastcap.checking import as_size
 
     return None if size is None else _Budget(as_size(size), objects)
@@ -104,28 +102,26 @@ def _judge(item: pytest.Item, budget: _Budget, found: Recording) -> str:
 
     limit = format_size(budget.size)
     lines = []
-    over = sorted(filter(budget.covers, found.dumps), key=lambda dump: -dump.payload_size)
+    # In order: what is pickled first may be part of what comes next, as the bytes of a function in Ray's export of it.
+    over = list(filter(budget.covers, found.dumps))
     if over:
         count = "a payload" if len(over) == 1 else f"{len(over)} payloads"
         lines.append(f"the test pickled {count} over its limit of {limit}")
     for dump in over[:_SHOWN]:
         size = format_size(dump.payload_size, exact=True)
-        lines.append(f"\n{size} pickled by {dump.flavor}" + (f" at {_relative(item, dump.where)}" if dump.where else ""))
+        where = f" at {dump.where.removeprefix(f'{item.config.rootpath}/')}" if dump.where else ""
+        lines.append(f"\n{size} pickled by {dump.flavor}{where}")
         if dump.report is not None:
             report = dump.report.with_budget(MARKER, budget.size, "the test")
             lines.append(_render(item.config, report))
     if len(over) > _SHOWN:
         lines.append(f"\n[{len(over) - _SHOWN} more]")
     lines.extend(
-        f"the test imported {name}, so that what it pickled with it was not seen by {MARKER}: import it before the test "
+        f"the test imported {name}: what it pickled with that was not seen by {MARKER}. Import it before the test "
         "runs, at the top of its module or in conftest.py"
         for name in found.missed
     )
     return "\n".join(lines)
-
-
-def _relative(item: pytest.Item, where: str) -> str:
-    return where.removeprefix(f"{item.config.rootpath}/")
 
 
 def _render(config: pytest.Config, report: Report) -> str:
@@ -162,7 +158,7 @@ class Payload:
         __tracebackhide__ = True
         limit = self._settings.max_size if max_size is None else max_size
         if limit is None:
-            raise ValueError('give a size, such as payload.assert_under(obj, "1 MiB"), or set max-size in [tool.fastcap]')
+            raise ValueError('give a size: payload.assert_under(obj, "1 MiB"), or set max-size in [tool.fastcap]')
         return self._check(obj, limit, options)
 
     def assert_picklable(self, obj: object, **options: Any) -> Report:
@@ -182,7 +178,8 @@ class Payload:
         if errors:
             shown = report.changed(make_details=lambda: replace(details, findings=errors))
             parts = "one part of it" if len(errors) == 1 else f"{len(errors)} parts of it"
-            pytest.fail(f"{report.target} will not work in another process, for {parts}\n{_render(self._config, shown)}")
+            verdict = f"{report.target} will not work in another process, for {parts}"
+            pytest.fail(f"{verdict}\n{_render(self._config, shown)}")
         return report
 
     def _check(self, obj: object, max_size: int | str | None, options: dict[str, Any]) -> Report:
@@ -199,6 +196,6 @@ class Payload:
 
 
 @pytest.fixture
-def payload(request: pytest.FixtureRequest) -> Iterator[Payload]:
+def payload(request: pytest.FixtureRequest) -> Payload:
     """`Payload`: ``payload.assert_under(obj, "1 MiB")``, ``assert_picklable(obj)``, ``assert_portable(obj)``."""
-    yield Payload(request.config)
+    return Payload(request.config)

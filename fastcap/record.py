@@ -28,7 +28,7 @@ class Dump:
     buffer_size: int  # of out-of-band buffers (PEP 574)
     has_buffer_callback: bool  # whether buffers could go out of band
     where: str | None  # file:line of the caller's code, None if there is none on the stack
-    report: Report | None  # None if the pickler had pickled before: then the stream is not complete in itself
+    report: Report | None  # None if the stream could not be scanned
 
     @property
     def payload_size(self) -> int:

@@ -8,6 +8,8 @@ from cpython.ref cimport PyObject
 from libc.stdint cimport uint64_t
 from libc.string cimport memcpy, memset
 
+from pages cimport prefer_huge_pages
+
 cdef extern from "Python.h":
     void memo_incref "Py_INCREF" (PyObject*) noexcept
     void memo_decref "Py_DECREF" (PyObject*) noexcept
@@ -105,6 +107,7 @@ cdef inline bint memo_rehash(Memo* memo, size_t slot_count) noexcept:
     cdef size_t j
     if slots == NULL:
         return False
+    prefer_huge_pages(slots, slot_count * sizeof(uint64_t))
     memset(slots, 0, slot_count * sizeof(uint64_t))
     memo.slots = slots
     memo.mask = slot_count - 1
@@ -134,6 +137,7 @@ cdef inline bint memo_grow(Memo* memo) noexcept:
         objects = <PyObject**>memo_realloc(memo.objects, <size_t>room * sizeof(PyObject*))
         if objects == NULL:
             return False
+        prefer_huge_pages(objects, <size_t>room * sizeof(PyObject*))
         memo.objects = objects
         memo.room = room
     if <size_t>memo.count * 2 >= slot_count:
@@ -187,6 +191,7 @@ cdef inline bint log_add(AddressLog* log, PyObject* address) noexcept:
         entries = <PyObject**>memo_realloc(log.entries, <size_t>room * sizeof(PyObject*))
         if entries == NULL:
             return False
+        prefer_huge_pages(entries, <size_t>room * sizeof(PyObject*))
         log.entries = entries
         log.room = room
     log.entries[log.count] = address

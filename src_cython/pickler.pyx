@@ -28,6 +28,7 @@ from memo cimport (
     memo_label, memo_truncate, memo_zero,
 )
 from opcodes cimport *
+from pages cimport prefer_huge_pages
 
 import _compat_pickle
 import collections
@@ -309,10 +310,17 @@ cdef enum:
     F_BUILD = 2         # write BUILD after the end
     F_GUARDED = 4       # obj's address is in `fast_memo`
     F_ALONE = 8         # compact mode: nothing but its owner refers to obj, which stays out of the memo
+    F_TEMPORARY = 16    # compact mode: what obj holds alone dies with it
 
 cdef enum:
     # How many references to an object the pickler holds beside its owner when it calls save; see `alone`.
     OWN_UNKNOWN = -1000     # the object may come up again whatever its reference count says
+    OWN_TEMPORARY = 1 << 20 # a bit: the owner was made by a reducer and dies before the dump ends
+
+cdef enum:
+    # What `alone` answers.
+    ALONE = 1
+    ALONE_TEMPORARY = 2     # and its owner dies before the dump ends: it cannot be found again
 
 cdef struct TypeInfo:
     PyTypeObject* type          # borrowed, compared only; a dead type's version never comes back
@@ -403,6 +411,10 @@ cdef class Pickler:
     cdef list delayed               # compact mode: what is to be written to the file when the dump has succeeded
     cdef list answers               # compact mode: what buffer_callback has answered, in order
     cdef Py_ssize_t answer          # how many of them have been used again
+    cdef object rebuild_tensor      # compact mode: torch._utils._rebuild_tensor_v2 where torch is loaded, else None
+    cdef dict storages              # address of a torch storage's data -> StorageParts, this attempt
+    cdef dict extents               # address of a torch storage's data -> (first byte, end) that tensors reach
+    cdef bint extents_grew          # a tensor reached beyond what had been written of its storage
     cdef bint has_pers
     cdef bint has_dispatch
     cdef bint pers_bound            # pers_func is a function to be called with the pickler as its first argument
@@ -771,6 +783,9 @@ cdef int end_dump(Pickler self) except -1:
     self.fast_memo = None
     self.delayed = None
     self.answers = None
+    self.rebuild_tensor = None
+    self.storages = None
+    self.extents = None
     log_free(&self.left_out)
     if SINCE_313:
         self.pers_func = None
@@ -798,28 +813,37 @@ class FoundAgain(Exception):
 cdef int dump_object(Pickler self, PyObject* obj) except -1:
     cdef Py_ssize_t memoized = self.memo_table.count
     cdef uint64_t generation = self.memo_table.generation
-    self.thrifty = self.compact and not self.fast_
+    cdef int attempt
     self.opaque = False
+    self.thrifty = self.compact and not self.fast_
+    self.rebuild_tensor = find_rebuild_tensor() if self.thrifty and self.proto >= 5 else None
     if not self.thrifty:
         return dump_once(self, obj)
     self.answers = None if self.buffer_callback is None else []
-    self.answer = 0
-    self.delayed = None if self.in_memory else []
-    try:
-        return dump_once(self, obj)
-    except FoundAgain:
-        pass
-    # Start again and memoize everything. Reducers are asked twice, but buffers are not handed out twice.
-    while self.depth:
-        pop(self)
-    if self.memo_table.generation == generation and not memo_truncate(&self.memo_table, memoized):
-        raise MemoryError
-    if self.delayed is not None:
-        self.delayed = []
-    log_free(&self.left_out)
-    self.thrifty = False
-    self.answer = 0
-    return dump_once(self, obj)
+    self.extents = {}
+    # An attempt that turns out to rest on a wrong guess is thrown away. Reducers are asked again then, but buffers are
+    # not handed out twice.
+    for attempt in range(4):
+        self.answer = 0
+        self.delayed = None if self.in_memory else []
+        self.storages = {}
+        self.extents_grew = False
+        try:
+            dump_once(self, obj)
+            if not self.extents_grew:
+                return 0
+        except FoundAgain:
+            self.thrifty = False        # memoize everything
+        while self.depth:
+            pop(self)
+        log_free(&self.left_out)
+        # Where a callback has cleared or replaced the memo, what it left is all there is to go on from.
+        if self.memo_table.generation == generation and not memo_truncate(&self.memo_table, memoized):
+            raise MemoryError
+        generation = self.memo_table.generation
+        if attempt == 2:
+            self.rebuild_tensor = None  # tensors that come up in other forms each time are left to torch
+    raise PicklingError("compact mode: the reducers give other objects each time they are asked")
 
 
 cdef int write_delayed(Pickler self) except -1:
@@ -1011,7 +1035,8 @@ cdef int grow(Pickler self, Py_ssize_t size) except -1:
     """Enlarge the buffer; big blocks are moved by the kernel (mremap), not copied."""
     cdef Py_ssize_t used = self.out.next - self.out.start
     cdef Py_ssize_t room = self.out.end - self.out.start
-    room = max(room + room // 2, used + size + 2 * BUFFER_SLACK)
+    # What comes after a big payload is often small: room for it now saves moving the payload soon after.
+    room = max(room + room // 2, used + size + (FRAME_SIZE_TARGET if size >= FRAME_SIZE_TARGET else 2 * BUFFER_SLACK))
     return resize(self, room)
 
 
@@ -1021,6 +1046,7 @@ cdef int resize(Pickler self, Py_ssize_t room) except -1:
     self.out.owner = NULL
     self.out.start = self.out.next = self.out.limit = self.out.end = NULL
     _PyBytes_Resize(&owner, room)       # frees the old block and raises MemoryError where it fails
+    prefer_huge_pages(owner, room)
     self.out.owner = owner
     self.out.start = bytes_data(owner)
     self.out.next = self.out.start + used
@@ -1390,7 +1416,7 @@ cdef int save_leaf_text(Pickler self, PyObject* obj, int own) except -1:
     cdef Py_ssize_t size
     cdef Py_ssize_t position
     cdef char* p
-    cdef bint single = alone(self, obj, own)
+    cdef int single = alone(self, obj, own)
     if not single:
         position = memo_find(&self.memo_table, obj, &slot)
         if position >= 0:
@@ -1410,7 +1436,7 @@ cdef int save_leaf_text(Pickler self, PyObject* obj, int own) except -1:
     p[1] = <char>size
     self.out.next = put_bytes(p + 2, <const char*>PyUnicode_DATA(obj), size)
     if single:
-        leave_out(self, obj)
+        leave_out(self, obj, single)
     else:
         memoize_at(self, obj, slot)
     return 1
@@ -1463,21 +1489,37 @@ cdef inline void called(Pickler self) noexcept:
     self.opaque = True
 
 
-cdef inline bint alone(Pickler self, PyObject* obj, int own) noexcept:
+cdef inline int alone(Pickler self, PyObject* obj, int own) noexcept:
     """Compact mode: whether nothing but its one owner refers to an object, which is then met only once.
 
     The owner is the container, the instance or the iterator's result being saved, and is itself met only once: it is
     memoized, or alone in turn. `own` is the number of references that the pickler holds beside the owner's (or
     OWN_UNKNOWN). An object that is alone is not in the memo, because the memo would hold a reference to it.
     """
-    return self.thrifty and refcount(obj) - own <= 1
+    if not self.thrifty or refcount(obj) - (own & ~OWN_TEMPORARY) > 1:
+        return 0
+    return ALONE_TEMPORARY if own & OWN_TEMPORARY else ALONE
 
 
-cdef inline int leave_out(Pickler self, PyObject* obj) except -1:
-    """Note an object that is alone, instead of memoizing it."""
-    if not log_add(&self.left_out, obj):
+cdef inline int leave_out(Pickler self, PyObject* obj, int single) except -1:
+    """Note an object that is alone, instead of memoizing it. `single` is what `alone` has answered.
+
+    Temporaries are not noted: other objects will soon have their addresses.
+    """
+    if single == ALONE and not log_add(&self.left_out, obj):
         raise MemoryError
     return 0
+
+
+cdef inline int items_own(int flags) noexcept:
+    """What to pass to save for an item that an object in a frame with these flags holds."""
+    return OWN_TEMPORARY if flags & F_TEMPORARY else 0
+
+
+cdef inline int alone_flags(int single) noexcept:
+    if single == 0:
+        return 0
+    return F_ALONE if single == ALONE else F_ALONE | F_TEMPORARY
 
 
 cdef int check_first(Pickler self, PyObject* obj) except -1:
@@ -1494,7 +1536,7 @@ cdef int save_object(Pickler self, PyObject* obj, int own) except -1:
     cdef PyTypeObject* t = type_of(obj)
     cdef size_t slot = 0
     cdef Py_ssize_t position
-    cdef bint single
+    cdef int single
     if t == &PyUnicode_Type:
         return save_unicode(self, obj, own)
     if t == &PyLong_Type:
@@ -1630,7 +1672,7 @@ cdef inline int save_unicode(Pickler self, PyObject* obj, int own) except -1:
     cdef Py_ssize_t size
     cdef Py_ssize_t position
     cdef char* p
-    cdef bint single = alone(self, obj, own)
+    cdef int single = alone(self, obj, own)
     if not single:
         position = memo_find(&self.memo_table, obj, &slot)
         if position >= 0:
@@ -1649,7 +1691,7 @@ cdef inline int save_unicode(Pickler self, PyObject* obj, int own) except -1:
     p[1] = <char>size
     self.out.next = put_bytes(p + 2, <const char*>PyUnicode_DATA(obj), size)
     if single:
-        return leave_out(self, obj)
+        return leave_out(self, obj, single)
     return memoize_at(self, obj, slot)
 
 
@@ -1669,7 +1711,7 @@ cdef Py_ssize_t text_header(Pickler self, char* header, Py_ssize_t size) except 
     raise OverflowError("serializing a string larger than 4 GiB requires pickle protocol 4 or higher")
 
 
-cdef int save_long_text(Pickler self, PyObject* obj, Py_ssize_t size, bint single) except -1:
+cdef int save_long_text(Pickler self, PyObject* obj, Py_ssize_t size, int single) except -1:
     """ASCII text of any size."""
     held = <object>obj          # the writer may drop the caller's reference
     cdef char header[9]
@@ -1682,10 +1724,10 @@ cdef int save_long_text(Pickler self, PyObject* obj, Py_ssize_t size, bint singl
         view.text = <object>obj
         payload = memoryview(view)
         put_payload(self, header, header_size, <const char*>PyUnicode_DATA(obj), size, <PyObject*>payload)
-    return leave_out(self, obj) if single else memoize(self, obj)
+    return leave_out(self, obj, single) if single else memoize(self, obj)
 
 
-cdef int save_other_text(Pickler self, PyObject* obj, bint single) except -1:
+cdef int save_other_text(Pickler self, PyObject* obj, int single) except -1:
     """Text that is not ASCII, and all text in protocol 0."""
     held = <object>obj
     cdef char header[9]
@@ -1694,7 +1736,7 @@ cdef int save_other_text(Pickler self, PyObject* obj, bint single) except -1:
     fastcap_unicode_ready(obj)
     if not self.bin_:
         put_escaped(self, obj)
-        return leave_out(self, obj) if single else memoize(self, obj)
+        return leave_out(self, obj, single) if single else memoize(self, obj)
     size = utf8_size(obj)
     header_size = text_header(self, header, size)
     if size < FRAME_SIZE_TARGET:
@@ -1711,7 +1753,7 @@ cdef int save_other_text(Pickler self, PyObject* obj, bint single) except -1:
         data = PyBytes_FromStringAndSize(NULL, size)
         put_utf8(bytes_data(<PyObject*>data), obj)
         put_payload(self, header, header_size, bytes_data(<PyObject*>data), size, <PyObject*>data)
-    return leave_out(self, obj) if single else memoize(self, obj)
+    return leave_out(self, obj, single) if single else memoize(self, obj)
 
 
 cdef Py_ssize_t utf8_size(PyObject* text) noexcept:
@@ -1797,7 +1839,7 @@ cdef int put_escaped(Pickler self, PyObject* text) except -1:
     return 0
 
 
-cdef int save_bytes(Pickler self, PyObject* obj, bint single) except -1:
+cdef int save_bytes(Pickler self, PyObject* obj, int single) except -1:
     data = <bytes>obj
     if self.proto >= 3:
         return save_bytes_data(self, obj, bytes_data(obj), bytes_size(obj), obj, single)
@@ -1810,7 +1852,7 @@ cdef int save_bytes(Pickler self, PyObject* obj, bint single) except -1:
 
 
 cdef int save_bytes_data(Pickler self, PyObject* obj, const char* data, Py_ssize_t size, PyObject* payload,
-                         bint single) except -1:
+                         int single) except -1:
     cdef char header[9]
     cdef Py_ssize_t header_size
     if size <= 0xff:
@@ -1828,19 +1870,19 @@ cdef int save_bytes_data(Pickler self, PyObject* obj, const char* data, Py_ssize
     else:
         raise OverflowError("serializing a bytes object larger than 4 GiB requires pickle protocol 4 or higher")
     put_payload(self, header, header_size, data, size, payload)
-    return leave_out(self, obj) if single else memoize(self, obj)
+    return leave_out(self, obj, single) if single else memoize(self, obj)
 
 
 cdef int save_bytearray_data(Pickler self, PyObject* obj, const char* data, Py_ssize_t size,
-                             PyObject* payload, bint single) except -1:
+                             PyObject* payload, int single) except -1:
     cdef char header[9]
     header[0] = <char>OP_BYTEARRAY8
     put_u64(header + 1, size)
     put_payload(self, header, 9, data, size, payload)
-    return leave_out(self, obj) if single else memoize(self, obj)
+    return leave_out(self, obj, single) if single else memoize(self, obj)
 
 
-cdef int save_bytearray(Pickler self, PyObject* obj, bint single) except -1:
+cdef int save_bytearray(Pickler self, PyObject* obj, int single) except -1:
     held = <object>obj
     if self.proto >= 5:
         return save_bytearray_data(self, obj, bytearray_data(obj), bytearray_size(obj), obj, single)
@@ -1887,14 +1929,17 @@ cdef int save_picklebuffer(Pickler self, PyObject* obj) except -1:
     # A flat view: writers ask for C-contiguous bytes, whatever the shape and order of the exporter.
     payload = buffer.raw() if view.len >= FRAME_SIZE_TARGET and not self.in_memory else buffer
     if readonly:
-        return save_bytes_data(self, obj, <const char*>view.buf, view.len, <PyObject*>payload, False)
-    return save_bytearray_data(self, obj, <const char*>view.buf, view.len, <PyObject*>payload, False)
+        return save_bytes_data(self, obj, <const char*>view.buf, view.len, <PyObject*>payload, 0)
+    return save_bytearray_data(self, obj, <const char*>view.buf, view.len, <PyObject*>payload, 0)
 
 
 # -- containers
 
-cdef int save_tuple(Pickler self, PyObject* obj, bint single) except -1:
+cdef int save_tuple(Pickler self, PyObject* obj, int single) except -1:
     cdef Py_ssize_t size = tuple_size(obj)
+    cdef Py_ssize_t position = 0
+    # A tuple is memoized after its items. If it contains itself it is met again before that, and its items with it.
+    cdef int own = items_own(alone_flags(single)) if single else OWN_UNKNOWN
     cdef Frame* f
     if size == 0:
         if self.proto:
@@ -1905,9 +1950,15 @@ cdef int save_tuple(Pickler self, PyObject* obj, bint single) except -1:
         return 0
     if size > 3 or self.proto < 2:
         put(self, OP_MARK)
+    while position < size and save_leaf(self, tuple_item(obj, position), own):
+        position += 1
+    if position == size and not self.fast_:
+        # No user code has run: it is neither in the memo by now nor shared.
+        put(self, OP_TUPLE if size > 3 else OP_TUPLE1 - 1 + size)
+        return leave_out(self, obj, single) if single else memoize(self, obj)
     f = push(self, K_TUPLE, obj)
-    if single:
-        f.flags |= F_ALONE
+    f.pos = position
+    f.flags |= alone_flags(single)
     return 1
 
 
@@ -1917,13 +1968,14 @@ cdef int step_tuple(Pickler self, Frame* f) except -1:
     cdef Py_ssize_t position
     cdef Py_ssize_t i
     cdef size_t slot
+    cdef int own = items_own(f.flags) if f.flags & F_ALONE else OWN_UNKNOWN     # see save_tuple
     while f.pos < size:
         f.pos += 1
-        if not save_leaf(self, tuple_item(obj, f.pos - 1), 0) and save(self, tuple_item(obj, f.pos - 1), 0):
+        if not save_leaf(self, tuple_item(obj, f.pos - 1), own) and save(self, tuple_item(obj, f.pos - 1), own):
             return 1
     if f.flags & F_ALONE and refcount(obj) <= 2:
         put(self, OP_TUPLE if size > 3 or self.proto < 2 else OP_TUPLE1 - 1 + size)
-        leave_out(self, obj)
+        leave_out(self, obj, ALONE_TEMPORARY if f.flags & F_TEMPORARY else ALONE)
         return 0
     # A tuple that is in the memo by now contains itself: throw its items away and fetch it.
     position = memo_find(&self.memo_table, obj, &slot)
@@ -1947,9 +1999,10 @@ cdef int step_tuple(Pickler self, Frame* f) except -1:
     return 0
 
 
-cdef int save_list(Pickler self, PyObject* obj, size_t slot, bint single) except -1:
+cdef int save_list(Pickler self, PyObject* obj, size_t slot, int single) except -1:
     cdef Frame* f
     cdef Py_ssize_t size
+    cdef Py_ssize_t position = 0
     if self.fast_:
         # guard_cycle must speak before anything is written.
         f = push(self, K_LIST, obj)
@@ -1961,7 +2014,7 @@ cdef int save_list(Pickler self, PyObject* obj, size_t slot, bint single) except
         put(self, OP_MARK)
         put(self, OP_LIST)
     if single:
-        leave_out(self, obj)
+        leave_out(self, obj, single)
     else:
         memoize_at(self, obj, slot)
     size = list_size(obj)
@@ -1969,15 +2022,30 @@ cdef int save_list(Pickler self, PyObject* obj, size_t slot, bint single) except
         if f != NULL:
             pop(self)
         return 0
-    if f == NULL:
-        f = push(self, K_LIST, obj)
     if self.proto == 0:
+        if f == NULL:
+            push(self, K_LIST, obj)
         items = iter(<object>obj)
         push_batch(self, K_BATCH_LIST, <PyObject*>items)
-    elif size == 1:
-        f.flags |= F_SINGLE
-    else:
+        return 1
+    if size > 1:
         put(self, OP_MARK)
+    if size < BATCH_SIZE:
+        # Leaves up to the first other item need no frame, and often there is no other item.
+        while position < size and save_leaf(self, list_item(obj, position), items_own(alone_flags(single))):
+            position += 1
+        if position == size:
+            put(self, OP_APPENDS if size > 1 else OP_APPEND)
+            if f != NULL:
+                pop(self)
+            return 0
+    if f == NULL:
+        f = push(self, K_LIST, obj)
+    f.pos = position
+    f.batch = <int>position
+    if size == 1:
+        f.flags |= F_SINGLE
+    f.flags |= alone_flags(single)
     return 1
 
 
@@ -2002,7 +2070,8 @@ cdef int step_list(Pickler self, Frame* f) except -1:
         else:
             if f.pos >= list_size(obj):
                 break
-            if not save_leaf(self, list_item(obj, f.pos), 0) and save(self, list_item(obj, f.pos), 0):
+            if (not save_leaf(self, list_item(obj, f.pos), items_own(f.flags))
+                    and save(self, list_item(obj, f.pos), items_own(f.flags))):
                 f.step = 1
                 return 1
         f.pos += 1
@@ -2020,7 +2089,7 @@ cdef int step_list(Pickler self, Frame* f) except -1:
     return 0
 
 
-cdef int save_dict(Pickler self, PyObject* obj, size_t slot, bint single) except -1:
+cdef int save_dict(Pickler self, PyObject* obj, size_t slot, int single) except -1:
     cdef Frame* f = NULL
     if self.fast_:
         f = push(self, K_DICT, obj)
@@ -2030,29 +2099,63 @@ cdef int save_dict(Pickler self, PyObject* obj, size_t slot, bint single) except
         put(self, OP_MARK)
         put(self, OP_DICT)
     if single:
-        leave_out(self, obj)
+        leave_out(self, obj, single)
     else:
         memoize_at(self, obj, slot)
     if dict_size(obj) == 0:
         if f != NULL:
             pop(self)
         return 0
-    if f == NULL:
-        f = push(self, K_DICT, obj)
     if self.proto == 0:
+        if f == NULL:
+            push(self, K_DICT, obj)
         items = iter((<object>obj).items())
         push_batch(self, K_BATCH_DICT, <PyObject*>items)
-    else:
-        open_dict(self, f)
-    return 1
+        return 1
+    return save_items(self, obj, f, alone_flags(single))
 
 
-cdef inline void open_dict(Pickler self, Frame* f) noexcept:
-    f.size = dict_size(f.obj)
-    if f.size == 1:
-        f.flags |= F_SINGLE
+cdef int save_items(Pickler self, PyObject* obj, Frame* f, int flags) except -1:
+    """The items of a dict that is not empty; in its frame `f`, where it has one already, with `flags`."""
+    cdef Py_ssize_t size = dict_size(obj)
+    cdef Py_ssize_t position = 0
+    cdef PyObject* key
+    cdef PyObject* value = NULL
+    cdef int count = 0
+    if size == 1:
+        flags |= F_SINGLE
     else:
         put(self, OP_MARK)
+    if size < BATCH_SIZE:
+        # Leaves up to the first other value need no frame, and often there is no other value.
+        while PyDict_Next(obj, &position, &key, &value):
+            if not save_leaf(self, key, items_own(flags)):
+                position -= 1
+                value = NULL
+                break
+            if not save_leaf(self, value, items_own(flags)):
+                break
+            count += 1
+        if count == size:
+            put(self, OP_SETITEM if flags & F_SINGLE else OP_SETITEMS)
+            if flags & F_BUILD:
+                put(self, OP_BUILD)
+            if f != NULL:
+                pop(self)
+            return 0
+    if f == NULL:
+        f = push(self, K_DICT, obj)
+    f.flags |= flags
+    f.size = size
+    f.pos = position
+    f.batch = count
+    if value != NULL:
+        incref(key)
+        incref(value)
+        f.a = value
+        f.b = key
+        f.step = 1
+    return 1
 
 
 cdef int step_dict(Pickler self, Frame* f) except -1:
@@ -2066,8 +2169,8 @@ cdef int step_dict(Pickler self, Frame* f) except -1:
         if f.step == 0:
             if not PyDict_Next(obj, &f.pos, &key, &value):
                 break
-            if save_leaf(self, key, 0):
-                if save_leaf(self, value, 0):
+            if save_leaf(self, key, items_own(f.flags)):
+                if save_leaf(self, value, items_own(f.flags)):
                     f.step = 3
                 else:
                     f.step = 1
@@ -2079,11 +2182,11 @@ cdef int step_dict(Pickler self, Frame* f) except -1:
                 f.b = key
                 if f.step == 0:
                     f.step = 1
-                    if save(self, key, 1):
+                    if save(self, key, 1 | items_own(f.flags)):
                         return 1
         if f.step == 1:
             f.step = 2
-            if save(self, f.a, 1):
+            if save(self, f.a, 1 | items_own(f.flags)):
                 return 1
         if f.step == 2:
             key = f.b
@@ -2134,7 +2237,7 @@ cdef int size_changed(Pickler self, Frame* f) except -1:
     return 1
 
 
-cdef int save_set(Pickler self, PyObject* obj, bint single) except -1:
+cdef int save_set(Pickler self, PyObject* obj, int single) except -1:
     cdef Frame* f
     if self.proto < 4:
         held = <object>obj
@@ -2142,7 +2245,7 @@ cdef int save_set(Pickler self, PyObject* obj, bint single) except -1:
         return begin_reduce(self, <PyObject*>value, obj)
     put(self, OP_EMPTY_SET)
     if single and not fastcap_set_has_weakrefs(obj):
-        leave_out(self, obj)
+        leave_out(self, obj, single)
     else:
         memoize(self, obj)
     if set_size(obj) == 0:
@@ -2150,6 +2253,7 @@ cdef int save_set(Pickler self, PyObject* obj, bint single) except -1:
     put(self, OP_MARK)
     f = push(self, K_SET, obj)
     f.size = set_size(obj)
+    f.flags |= alone_flags(single)
     return 1
 
 
@@ -2164,7 +2268,7 @@ cdef int step_set(Pickler self, Frame* f) except -1:
         else:
             if not _PySet_NextEntry(obj, &f.pos, &item, &hash_):
                 break
-            if save(self, item, 0):
+            if save(self, item, items_own(f.flags)):
                 f.step = 1
                 return 1
         f.batch += 1
@@ -2180,15 +2284,15 @@ cdef int step_set(Pickler self, Frame* f) except -1:
     return 0
 
 
-cdef int save_frozenset(Pickler self, PyObject* obj, bint single) except -1:
+cdef int save_frozenset(Pickler self, PyObject* obj, int single) except -1:
     cdef Frame* f
     if self.proto < 4:
         held = <object>obj
         value = (frozenset, (list(held),))
         return begin_reduce(self, <PyObject*>value, obj)
     f = push(self, K_FROZENSET, obj)
-    if single and not fastcap_set_has_weakrefs(obj):
-        f.flags |= F_ALONE
+    if not fastcap_set_has_weakrefs(obj):
+        f.flags |= alone_flags(single)
     put(self, OP_MARK)
     return 1
 
@@ -2200,11 +2304,11 @@ cdef int step_frozenset(Pickler self, Frame* f) except -1:
     cdef size_t slot
     cdef Py_ssize_t position
     while _PySet_NextEntry(obj, &f.pos, &item, &hash_):
-        if save(self, item, 0):
+        if save(self, item, items_own(f.flags) if f.flags & F_ALONE else OWN_UNKNOWN):     # see save_tuple
             return 1
     if f.flags & F_ALONE and refcount(obj) <= 2 and not fastcap_set_has_weakrefs(obj):
         put(self, OP_FROZENSET)
-        leave_out(self, obj)
+        leave_out(self, obj, ALONE_TEMPORARY if f.flags & F_TEMPORARY else ALONE)
         return 0
     position = memo_find(&self.memo_table, obj, &slot)
     if position >= 0:
@@ -2278,7 +2382,7 @@ cdef inline PyObject* next_item(Pickler self, Frame* f) except? NULL:
 cdef int save_owned(Pickler self, PyObject* obj) except -1:
     """Save an object and drop the caller's reference to it."""
     try:
-        return save(self, obj, 0)      # the iterator's reference, now ours, is the owner's
+        return save(self, obj, OWN_TEMPORARY)      # the iterator's reference, now ours, is the owner's
     finally:
         decref(obj)
 
@@ -2290,7 +2394,7 @@ cdef int step_batch_dict(Pickler self, Frame* f) except -1:
         if f.obj != NULL:
             while f.pos < 2:
                 f.pos += 1
-                if save(self, tuple_item(f.obj, f.pos - 1), 0 if refcount(f.obj) == 1 else OWN_UNKNOWN):
+                if save(self, tuple_item(f.obj, f.pos - 1), OWN_TEMPORARY if refcount(f.obj) == 1 else OWN_UNKNOWN):
                     return 1
             f.pos = 0
             pair = f.obj
@@ -2763,6 +2867,8 @@ cdef int save_value(Pickler self, object value, PyObject* obj) except -1:
         return save_global(self, <object>obj, value)
     if not isinstance(value, tuple):
         raise PicklingError("__reduce__ must return a string or tuple")
+    if self.rebuild_tensor is not None and len(<tuple>value) == 2 and (<tuple>value)[0] is self.rebuild_tensor:
+        value = compact_tensor(self, <tuple>value)
     return begin_reduce(self, <PyObject*>value, obj)
 
 
@@ -2806,6 +2912,101 @@ cdef extern from *:
     static inline int fastcap_pending_error(void) { return -1; }
     """
     int reraise "fastcap_pending_error" () except -1
+
+
+# -- torch tensors
+
+cdef class Stand:
+    """Stands for an object of the stream that does not exist here; reduces to what makes it."""
+    cdef tuple value
+
+    def __reduce__(self):
+        return self.value
+
+
+cdef class StorageParts:
+    """What has been written of a torch storage: bytes [start, end) as one buffer, and storages of some types upon it."""
+    cdef object storage         # keeps the storage, and with it its address, alive
+    cdef Py_ssize_t start       # bytes
+    cdef Py_ssize_t end         # bytes
+    cdef Stand data             # a one-dimensional uint8 tensor
+    cdef dict typed             # dtype -> Stand for a TypedStorage
+
+
+cdef object find_rebuild_tensor():
+    module = sys.modules.get("torch._utils")
+    return getattr(module, "_rebuild_tensor_v2", None) if "torch" in sys.modules else None
+
+
+cdef tuple compact_tensor(Pickler self, tuple value):
+    """The reduce value of a dense tensor in memory with its storage written as one buffer, instead of by torch.save.
+
+    The stream holds only functions of torch: Tensor._typed_storage of a tensor upon a bytearray (torch.frombuffer) takes
+    the place of the storage that torch's own reduce value has. Tensors that share a storage share it again; of the
+    storage, only the bytes between the first and the last that any tensor reaches are written. How far they reach is
+    known at the end, so a tensor that reaches further than those before it makes for another attempt.
+    """
+    cdef Py_ssize_t width, first, low, high, number, step
+    cdef StorageParts parts
+    cdef tuple args
+    torch = sys.modules["torch"]
+    args = value[1]
+    if len(args) < 4 or type(args[0]) is not torch.storage.TypedStorage:
+        return value
+    storage = args[0]._untyped_storage
+    if type(storage) is not torch.UntypedStorage or storage.device.type != "cpu":
+        return value
+    dtype = args[0].dtype
+    width = dtype.itemsize
+    first = args[1]
+    low = first * width
+    high = low + width
+    for number, step in zip(args[2], args[3]):
+        if number == 0:
+            return value
+        high += (number - 1) * step * width
+    if low < 0 or high > storage.nbytes():
+        return value
+    address = storage.data_ptr()
+    parts = self.storages.get(address)
+    if parts is None:
+        parts = write_storage(self, torch, storage, address, low, high)
+    elif low < parts.start or high > parts.end:
+        before = self.extents[address]
+        self.extents[address] = (min(low, before[0]), max(high, before[1]))
+        self.extents_grew = True
+        low = parts.start       # what is written now will be thrown away
+    if (parts.end - parts.start) % width:
+        return value
+    typed = parts.typed.get(dtype)
+    if typed is None:
+        viewed = parts.data if dtype is torch.uint8 else stand((torch.Tensor.view, (parts.data, dtype)))
+        typed = parts.typed[dtype] = stand((torch.Tensor._typed_storage, (viewed,)))
+    return value[0], (typed, (low - parts.start) // width, *args[2:])
+
+
+cdef StorageParts write_storage(Pickler self, object torch, object storage, object address, Py_ssize_t low,
+                                Py_ssize_t high):
+    """Plan to write as much of a storage as is known to be needed, in units of 16 bytes, the widest element."""
+    cdef StorageParts parts = StorageParts.__new__(StorageParts)
+    if address in self.extents:
+        low, high = self.extents[address]
+    self.extents[address] = (low, high)
+    parts.storage = storage
+    parts.start = low - low % 16
+    parts.end = min(high + 15 - (high + 15) % 16, <Py_ssize_t>storage.nbytes())
+    data = torch.empty(0, dtype=torch.uint8).set_(storage)[parts.start:parts.end].numpy()
+    from_buffer = partial(torch.frombuffer, dtype=torch.uint8)
+    parts.data = stand((from_buffer, (pickle.PickleBuffer(data),)))
+    parts.typed = {}
+    self.storages[address] = parts
+    return parts
+
+
+cdef Stand stand(tuple value):
+    cdef Stand made = Stand.__new__(Stand)
+    made.value = value
+    return made
 
 
 # -- reduce values
@@ -2926,7 +3127,7 @@ cdef int step_reduce(Pickler self, Frame* f) except -1:
     cdef Py_ssize_t position
     cdef int step
     # A reduce value that its reducer has kept may come up again, and its items with it.
-    cdef int own = 0 if refcount(value) == 1 else OWN_UNKNOWN
+    cdef int own = OWN_TEMPORARY if refcount(value) == 1 else OWN_UNKNOWN
     while True:
         step = f.step
         f.step = step + 1
@@ -2935,7 +3136,7 @@ cdef int step_reduce(Pickler self, Frame* f) except -1:
                 return 1
         elif step == R_NEWOBJ_ARGS:
             f.b = PyTuple_GetSlice(arguments, 1, tuple_size(arguments))
-            if save(self, f.b, 0):
+            if save(self, f.b, OWN_TEMPORARY):
                 return 1
         elif step == R_NEWOBJ:
             put(self, OP_NEWOBJ)
@@ -3042,6 +3243,9 @@ cdef int inspect_type(Pickler self, TypeInfo* info, PyTypeObject* t) except -1:
         # `cls.__reduce__` is asked of the class as an object: a metaclass could answer.
         plain = (_PyType_Lookup(meta, <PyObject*>S_reduce) == <PyObject*>object_reduce
                  and fastcap_type_getattro(meta))
+    # copyreg leaves __slotnames__ in the class, where it would show when the class goes by value. CPython gets there only
+    # for an object that no hook and no reducer has taken, so a class that one may take is not asked.
+    plain = plain and not self.has_override and not self.has_pers and dispatched(self, t) is None
     if plain:
         # copyreg cannot store its answer in a static type, and would give the same one each time.
         slotnames = slots_of(<object>t) if fastcap_is_heap_type(t) else []
@@ -3165,7 +3369,7 @@ cdef int save_state(Pickler self, PyObject* state) except -1:
     """Write a state and BUILD; takes over the reference `state`."""
     cdef size_t slot = 0
     cdef Py_ssize_t position
-    cdef bint single
+    cdef int single
     cdef Frame* f
     try:
         if self.out.next >= self.out.limit:
@@ -3181,14 +3385,11 @@ cdef int save_state(Pickler self, PyObject* state) except -1:
                     check_first(self, state)
                 put(self, OP_EMPTY_DICT)
                 if single:
-                    leave_out(self, state)
+                    leave_out(self, state, single)
                 else:
                     memoize_at(self, state, slot)
                 if dict_size(state):
-                    f = push(self, K_DICT, state)
-                    f.flags = F_BUILD
-                    open_dict(self, f)
-                    return 1
+                    return save_items(self, state, NULL, F_BUILD)
             put(self, OP_BUILD)
             return 0
         push(self, K_BUILD, NULL)

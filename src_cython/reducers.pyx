@@ -1005,6 +1005,20 @@ cdef class Flavor:
             self.read_module()
         return 0
 
+    @property
+    def native(self):
+        """The names of the groups of reducers that run natively; the others are the module's own functions."""
+        self.refresh()
+        groups = {
+            "reference": self.native_reference,
+            "function arguments": self.native_newargs,
+            "function state": self.native_state,
+            "class": self.native_class,
+            "code": self.code_reduce in self.dispatch_stand_ins,
+            "cell": self.cell_reduce in self.dispatch_stand_ins,
+        }
+        return {name for name, native in groups.items() if native}
+
     def add_stand_in(self, name, function):
         """Let `function`, one of fastcap's own, count as the flavor's unchanged method `name`."""
         self.stand_ins.setdefault(name, []).append(function)

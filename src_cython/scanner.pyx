@@ -12,7 +12,7 @@ cimport cython
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_FillInfo, PyBuffer_Release, PyObject_GetBuffer
 from cpython.mem cimport PyMem_RawFree, PyMem_RawMalloc, PyMem_RawRealloc
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
-from libc.string cimport memchr, memcpy, memset
+from libc.string cimport memchr, memcmp, memcpy, memset
 
 from nodes cimport *
 from opcodes cimport *
@@ -20,6 +20,10 @@ from opcodes cimport *
 from typing import NamedTuple
 
 from fastcap.errors import PayloadError
+
+# Where a scanner can be told to pause: after the BUILD of one of joblib's array wrappers, behind whose opcodes the array's
+# bytes stand; after a BINPERSID, which names something that is kept outside the pickle; after a STOP.
+PAUSE_ARRAY, PAUSE_PERSISTENT, PAUSE_STOP = 1, 2, 4
 
 cdef enum Tag:
     TAG_ATOM = 0
@@ -34,6 +38,10 @@ cdef enum:
     # Memo indices up to this are kept in an array that is as long as the largest of them; MEMOIZE and every pickler
     # count upwards, so a larger one than this with few entries comes from a hostile stream and goes to a dict.
     DENSE_SLACK = 65536
+    # Bits of `Scanner.pauses`
+    AT_ARRAY = 1
+    AT_PERSISTENT = 2
+    AT_STOP = 4
 
 cdef struct Item:
     uint64_t start  # bytes, net offset where the value begins
@@ -197,6 +205,9 @@ cdef class Scanner:
     Several pickles may follow one another; with ``shared_memo`` they were written by one pickler that kept its memo.
     What comes after a complete pickle and is not another one is kept as raw bytes, as torch's legacy files have it, and
     `Tables.tail` says why it is not a pickle.
+
+    ``pauses`` is a sum of `PAUSE_ARRAY`, `PAUSE_PERSISTENT` and `PAUSE_STOP`: after such an opcode `write` returns, with
+    `paused` set, and the reader may look at what has been built (`top`, `span`) and add to it (`raw`, `attach_buffer`).
     """
 
     cdef Block nodes, refs, skeleton, holes, overheads
@@ -230,6 +241,12 @@ cdef class Scanner:
     cdef list roots             # node of each complete pickle
     cdef list buffer_sizes
     cdef uint32_t buffers_used
+    cdef uint8_t pauses         # bits: which opcodes make `write` return
+    cdef readonly int paused    # the one of them after which it has just returned; 0 otherwise
+    cdef set wrapper_classes    # nodes that look up a class of joblib's array wrappers
+    cdef set wrapper_args       # tuples that begin with such a class: arguments of copyreg._reconstructor (protocols 0, 1)
+    cdef set wrappers           # what was made from those
+    cdef uint32_t attached      # buffers that `attach_buffer` added since the last STOP
     cdef bint broken            # an error was raised: nothing more is accepted
     cdef str tail               # why the rest of the stream is raw; "" while it is not
     # what `become_raw` goes back to: the state after the last STOP
@@ -237,7 +254,7 @@ cdef class Scanner:
     cdef Py_ssize_t safe_skeleton, safe_holes, safe_overheads
     cdef uint64_t safe_net, safe_overhead
 
-    def __init__(self, buffer_sizes=None, *, max_nodes=0xFFFFFFFE, shared_memo=False, expected_size=0):
+    def __init__(self, buffer_sizes=None, *, max_nodes=0xFFFFFFFE, shared_memo=False, expected_size=0, pauses=0):
         if self.nodes is not None:
             raise TypeError("Scanner.__init__ may be called only once")
         self.nodes, self.refs, self.skeleton, self.holes, self.overheads, self.carry = (
@@ -247,6 +264,8 @@ cdef class Scanner:
             self.add_buffer(size)
         self.max_nodes = min(max_nodes, 0xFFFFFFFE)
         self.shared_memo = shared_memo
+        self.pauses = pauses
+        self.wrapper_classes, self.wrapper_args, self.wrappers = set(), set(), set()
         self.foresee(min(expected_size, LARGEST_FORESEEN))
         self.nodes_sorted = True
         self.bottom_orphans = self.discarded = NO_INDEX
@@ -282,9 +301,9 @@ cdef class Scanner:
         self.buffer_sizes.append(size)
 
     def write(self, data):
-        """Take the next bytes of the stream (anything with a contiguous buffer); returns their number.
+        """Take the next bytes of the stream (anything with a contiguous buffer); returns how many were taken.
 
-        The payload of a long argument is only counted, never read.
+        That is all of them, unless the scanner pauses. The payload of a long argument is only counted, never read.
         """
         cdef Py_buffer view
         cdef Py_ssize_t size
@@ -292,9 +311,9 @@ cdef class Scanner:
             raise ValueError("write to a scanner that has failed or finished")
         PyObject_GetBuffer(data, &view, PyBUF_SIMPLE)
         try:
-            size = view.len
             self.broken = True  # until the whole chunk is taken: an exception leaves the tables half-built
-            self.feed(<const uint8_t*>view.buf, size)
+            self.paused = 0
+            size = self.feed(<const uint8_t*>view.buf, view.len)
             self.broken = False
             return size
         finally:
@@ -323,17 +342,91 @@ cdef class Scanner:
         if self.broken or self.nodes is None or self.carry.size or self.pending_bytes or self.tail:
             raise ValueError("raw bytes in the middle of an opcode, or of a scanner that has failed or finished")
         net = self.taken - self.overhead
-        if self.discarding:
-            self.settle(net)
-        if size > LARGEST_CLAIM or self.depth <= self.fence:
-            self.fail(f"{count:,} raw bytes with no object that they could belong to", self.taken)
-        owner = self.promote(self.stack + self.depth - 1, net)
+        owner = self.owner(size, net)
         index = self.new_node(0, net, net + size)
         self.adopt(owner, index, place_of(ROLE_RAW, 0))
         (<Node*>self.nodes.data)[owner].end = net + size
         if size:
             self.add_hole(net, size)
         self.taken += size
+
+    def attach_buffer(self, size):
+        """The object that was built last has ``size`` bytes in a place of their own, such as a tensor's storage.
+
+        They count as an out-of-band buffer.
+        """
+        cdef uint64_t net
+        cdef uint32_t owner, index
+        if self.broken or self.nodes is None or self.carry.size or self.pending_bytes or self.tail:
+            raise ValueError("a buffer in the middle of an opcode, or of a scanner that has failed or finished")
+        net = self.taken - self.overhead
+        owner = self.owner(size, net)
+        index = self.new_node(OP_NEXT_BUFFER, net, net)
+        (<Node*>self.nodes.data)[index].arg = self.buffers_used
+        self.adopt(owner, index, place_of(ROLE_RAW, 0))
+        (<Node*>self.nodes.data)[owner].end = net
+        self.buffer_sizes.insert(self.buffers_used, size)
+        self.buffers_used += 1
+        self.attached += 1
+
+    cdef uint32_t owner(self, object size, uint64_t net) except? 0xFFFFFFFF:
+        """The node of the object that was built last, to which further bytes will belong."""
+        if self.discarding:
+            self.settle(net)
+        if not 0 <= size <= LARGEST_CLAIM or self.depth <= self.fence:
+            self.fail(f"{size:,} raw or buffered bytes with no object that they could belong to", self.taken)
+        return self.promote(self.stack + self.depth - 1, net)
+
+    @property
+    def top(self):
+        """(net offset, net offset one past) of the object that was built last; None if there is none."""
+        if self.nodes is None or self.depth <= self.fence:
+            return None
+        return self.span_of(&self.stack[self.depth - 1])
+
+    def span(self, memo_index):
+        """(net offset, net offset one past) of what a memo entry stands for; None if there is no such entry."""
+        cdef uint64_t index = memo_index
+        cdef uint32_t node = NO_INDEX
+        if self.nodes is None:
+            return None
+        if index < <uint64_t>self.memo_capacity and self.memo != NULL:
+            node = self.memo[index]
+        elif self.sparse_memo is not None:
+            node = self.sparse_memo.get(index, NO_INDEX)
+        if node == NO_INDEX:
+            return None
+        return (<Node*>self.nodes.data)[node].start, (<Node*>self.nodes.data)[node].end
+
+    cdef object span_of(self, Item* item):
+        if item.what & 0xFF == TAG_ATOM:
+            return item.start, self.taken - self.overhead
+        return (<Node*>self.nodes.data)[item.id].start, (<Node*>self.nodes.data)[item.id].end
+
+    def code(self, start, end):
+        """The stream's bytes, without overhead, between two net offsets; None if some of them have not been kept."""
+        cdef Py_ssize_t at = self.kept(start, end)
+        return self.skeleton.data[at:at + (end - start)] if at >= 0 else None
+
+    cdef Py_ssize_t kept(self, uint64_t first, uint64_t last) noexcept:
+        """Where the bytes between two net offsets are in the skeleton; -1 if some of them are not there."""
+        cdef Hole* holes = <Hole*>self.holes.data
+        cdef Py_ssize_t count = self.holes.size // sizeof(Hole)
+        cdef Py_ssize_t low = 0
+        cdef Py_ssize_t high = count
+        cdef Py_ssize_t middle
+        cdef uint64_t missing
+        while low < high:  # the first hole that ends after `first`
+            middle = (low + high) // 2
+            missing = holes[middle].missing - (holes[middle - 1].missing if middle else 0)
+            if holes[middle].at + missing <= first:
+                low = middle + 1
+            else:
+                high = middle
+        missing = holes[low - 1].missing if low else 0
+        if first > last or (low < count and holes[low].at < last) or last - missing > <uint64_t>self.skeleton.size:
+            return -1
+        return <Py_ssize_t>(first - missing)
 
     def finish(self):
         """End of the stream: its `Tables`. `PayloadError` if it stops in the middle of a pickle or is empty."""
@@ -348,7 +441,7 @@ cdef class Scanner:
                 what = f"the stream ends in the middle of an argument, {self.pending_bytes:,} bytes before its end"
             else:
                 what = "the stream ends before its STOP opcode"
-            if not self.roots:
+            if not self.roots or self.attached:
                 raise PayloadError(what, at)
             self.become_raw(f"{what} (at byte {at:,})")
         if not self.roots:
@@ -390,17 +483,17 @@ cdef class Scanner:
 
     # ---- chunks -----------------------------------------------------------------------------------------------------
 
-    cdef int feed(self, const uint8_t* p, Py_ssize_t size) except -1:
+    cdef Py_ssize_t feed(self, const uint8_t* p, Py_ssize_t size) except -1:
         cdef const uint8_t* end = p + size
         cdef const uint8_t* newline
         cdef Py_ssize_t n, need
         cdef uint64_t taken
         if not self.pending_bytes:
             self.foresee(min(size, LARGEST_FORESEEN))
-        while p < end:
+        while p < end and not self.paused:
             if self.tail:
                 self.taken += end - p
-                return 0
+                return size
             if self.pending_bytes:
                 taken = min(self.pending_bytes, <uint64_t>(end - p))
                 n = min(self.pending_kept, taken)
@@ -431,7 +524,7 @@ cdef class Scanner:
                 continue
             n = self.consume_or_become_raw(p, end - p)
             p += n
-            if p < end and not self.pending_bytes and not self.tail:
+            if p < end and not self.pending_bytes and not self.tail and not self.paused:
                 # the opcode's header, or a line of its argument, goes on in the next chunk
                 n = end - p
                 if OPS[p[0]].kind == ARG_LINE:
@@ -442,7 +535,7 @@ cdef class Scanner:
                 memcpy(self.carry.data, p, n)
                 self.carry.size = n
                 p = end
-        return 0
+        return size - (end - p)
 
     cdef Py_ssize_t consume_or_become_raw(self, const uint8_t* p, Py_ssize_t size) except -1:
         """`consume`, where bytes that follow a complete pickle may turn out to be none."""
@@ -450,7 +543,7 @@ cdef class Scanner:
         try:
             return self.consume(p, size)
         except PayloadError as error:
-            if not self.roots:
+            if not self.roots or self.attached:
                 raise
             self.become_raw(str(error))
             self.taken = before + size
@@ -792,9 +885,9 @@ cdef class Scanner:
 
     cdef inline int call(self, uint8_t op, Py_ssize_t base, uint64_t start, uint64_t end) except -1:
         """`compose` for a call: the node remembers its callable, the item at `base`."""
-        cdef Item callee = self.stack[base]
+        cdef uint32_t callee = node_of(self.stack + base)
         cdef uint32_t index = self.compose(op, base, start, end)
-        (<Node*>self.nodes.data)[index].arg = NO_INDEX if callee.what & 0xFF == TAG_ATOM else callee.id
+        (<Node*>self.nodes.data)[index].arg = callee
         return 0
 
     cdef inline int extend(self, Py_ssize_t base, uint32_t role, uint64_t end, uint64_t at) except -1:
@@ -922,7 +1015,16 @@ cdef class Scanner:
                         n = p[1] if info.kind == ARG_COUNT1 else read_u32(p + 1)
                     if n <= WHOLE_KEPT and n <= <uint64_t>(end - q) and node_count < self.max_nodes:
                         q += n
-                        fill_node(lane.nodes + node_count, op, net, shift + <uint64_t>q)
+                        node = lane.nodes + node_count
+                        fill_node(node, op, net, shift + <uint64_t>q)
+                        # nearly always memoized at once
+                        if q < end and q[0] == OP_MEMOIZE and lane.memoized < lane.memo_capacity \
+                                and lane.memo[lane.memoized] == NO_INDEX:
+                            q += 1
+                            node.end += 1
+                            node.memo = lane.memoized
+                            lane.memo[lane.memoized] = node_count
+                            lane.memoized += 1
                         top.start = net
                         top.id = node_count
                         top.what = TAG_NODE | <uint32_t>op << 8
@@ -1032,6 +1134,9 @@ cdef class Scanner:
                           else f"not a pickle: it begins with byte 0x{op:02x}", self.taken + <uint64_t>(p - data))
             lane.top, lane.node_count = top, node_count
             self.leave(&lane)
+            if op == OP_STACK_GLOBAL and self.pauses & AT_ARRAY:
+                self.keep(kept_to, p - kept_to)  # `note_class` reads the names
+                kept_to = p
             if op == OP_FRAME or op == OP_PROTO or op == OP_STOP:
                 self.keep(kept_to, p - kept_to)
                 kept_to = q
@@ -1042,7 +1147,7 @@ cdef class Scanner:
             self.enter(&lane)
             top, room, node_count = lane.top, lane.room, lane.node_count
             p = q
-            if self.pending_bytes:
+            if self.pending_bytes or self.paused:
                 break
         lane.top, lane.node_count = top, node_count
         self.leave(&lane)
@@ -1103,6 +1208,7 @@ cdef class Scanner:
         cdef uint32_t index, callee
         cdef Item* top
         cdef int i
+        cdef bint is_wrapper
         if not self.inside:
             self.inside = True
             self.pickle_start = net
@@ -1122,6 +1228,8 @@ cdef class Scanner:
                 or op == OP_EMPTY_DICT or op == OP_EMPTY_SET or op == OP_GLOBAL or op == OP_PERSID \
                 or op == OP_EXT1 or op == OP_EXT2 or op == OP_EXT4 or op == OP_LONG4:
             self.push_node(op, net, after)
+            if op == OP_GLOBAL and self.pauses & AT_ARRAY and names_wrapper_class(<const char*>p + 1, q - p - 2):
+                self.wrapper_classes.add(self.node_count - 1)
         elif op == OP_BININT1 or op == OP_BININT or op == OP_BININT2 or op == OP_NONE or op == OP_NEWTRUE \
                 or op == OP_NEWFALSE or op == OP_BINFLOAT or op == OP_EMPTY_TUPLE or op == OP_LONG1 \
                 or op == OP_INT or op == OP_LONG or op == OP_FLOAT:
@@ -1142,18 +1250,30 @@ cdef class Scanner:
             i = op - OP_TUPLE1 + 1
             if self.depth - i < self.fence:
                 self.fail(f"{opname(op)} with too few items on the stack", at)
-            self.compose(op, self.depth - i, self.stack[self.depth - i].start, after)
+            callee = node_of(self.stack + self.depth - i)
+            index = self.compose(op, self.depth - i, self.stack[self.depth - i].start, after)
+            if self.wrapper_classes and callee in self.wrapper_classes:
+                self.wrapper_args.add(index)
         elif op == OP_TUPLE or op == OP_FROZENSET:
-            self.compose_mark(op, after, at)
+            callee = node_of(self.stack + self.fence) if self.depth > self.fence else NO_INDEX
+            index = self.compose_mark(op, after, at)
+            if self.wrapper_classes and callee in self.wrapper_classes:
+                self.wrapper_args.add(index)
         elif op == OP_REDUCE or op == OP_NEWOBJ or op == OP_NEWOBJ_EX:
             i = 3 if op == OP_NEWOBJ_EX else 2
             if self.depth - i < self.fence:
                 self.fail(f"{opname(op)} with too few items on the stack", at)
+            callee = node_of(self.stack + self.depth - 1)
             self.call(op, self.depth - i, self.stack[self.depth - i].start, after)
+            if op == OP_REDUCE and self.wrapper_args and callee in self.wrapper_args:
+                self.wrappers.add(self.stack[self.depth - 1].id)
         elif op == OP_STACK_GLOBAL:
             if self.depth - 2 < self.fence:
                 self.fail("STACK_GLOBAL with too few items on the stack", at)
-            self.compose(op, self.depth - 2, self.stack[self.depth - 2].start, after)
+            is_wrapper = self.pauses & AT_ARRAY and self.names_wrapper(self.stack + self.depth - 2)
+            index = self.compose(op, self.depth - 2, self.stack[self.depth - 2].start, after)
+            if is_wrapper:
+                self.wrapper_classes.add(index)
         elif op == OP_BUILD:
             if self.depth - 2 < self.fence:
                 self.fail("BUILD with too few items on the stack", at)
@@ -1161,6 +1281,9 @@ cdef class Scanner:
             (<Node*>self.nodes.data)[index].end = after
             self.attach(index, self.stack + self.depth - 1, place_of(ROLE_STATE, 0))
             self.depth -= 1
+            if self.wrapper_classes and self.is_new_wrapper(<Node*>self.nodes.data + index, index):
+                (<Node*>self.nodes.data)[index].flags |= FLAG_WRAPPER
+                self.paused = AT_ARRAY
         elif op == OP_SETITEM:
             if self.depth - 3 < self.fence:
                 self.fail("SETITEM with too few items on the stack", at)
@@ -1185,6 +1308,8 @@ cdef class Scanner:
             self.safe_overhead = self.overhead
             self.safe_net = net
             self.safe_buffers = self.buffers_used
+            self.attached = 0
+            self.paused = self.pauses & AT_STOP
         elif op == OP_POP:
             if self.depth > self.fence:
                 self.depth -= 1
@@ -1229,7 +1354,7 @@ cdef class Scanner:
             if self.mark_count == 0 or self.depth <= self.fence:
                 self.fail("OBJ without a MARK and a class", at)
             top = self.stack + self.fence
-            callee = NO_INDEX if top.what & 0xFF == TAG_ATOM else top.id
+            callee = node_of(top)
             index = self.compose_mark(op, after, at)
             (<Node*>self.nodes.data)[index].arg = callee
         elif op == OP_INST:
@@ -1238,6 +1363,7 @@ cdef class Scanner:
             if self.depth <= self.fence:
                 self.fail("BINPERSID with nothing on the stack", at)
             self.compose(op, self.depth - 1, self.stack[self.depth - 1].start, after)
+            self.paused = self.pauses & AT_PERSISTENT
         elif op == OP_NEXT_BUFFER:
             self.push_node(op, net, after)
             (<Node*>self.nodes.data)[self.node_count - 1].arg = self.buffers_used
@@ -1251,6 +1377,40 @@ cdef class Scanner:
         else:
             self.fail(f"opcode {opname(op)} is not handled", at)
         return 0
+
+    # ---- joblib's array wrappers ------------------------------------------------------------------------------------
+
+    cdef bint is_new_wrapper(self, Node* node, uint32_t index) except? -1:
+        """Whether BUILD has just completed an instance of one of the wrappers, for the first time."""
+        if node.flags & FLAG_WRAPPER or not is_call(node.op):
+            return False
+        return node.arg in self.wrapper_classes or index in self.wrappers
+
+    cdef bint names_wrapper(self, Item* operands) noexcept:
+        """Whether two operands are the module and the name of a wrapper's class."""
+        cdef Py_ssize_t module_size = 0
+        cdef Py_ssize_t name_size = 0
+        cdef const char* module = self.text_of(operands, &module_size)
+        cdef const char* name = self.text_of(operands + 1, &name_size)
+        return module != NULL and name != NULL and is_wrapper_class(module, module_size, name, name_size)
+
+    cdef const char* text_of(self, Item* item, Py_ssize_t* size) noexcept:
+        """A string on the stack, borrowed from the skeleton; NULL if it is something else, or long."""
+        cdef Node* node
+        cdef const uint8_t* p
+        cdef Py_ssize_t at, header
+        if item.what & 0xFF == TAG_ATOM:
+            return NULL
+        node = <Node*>self.nodes.data + item.id
+        if node.op != OP_SHORT_BINUNICODE and node.op != OP_BINUNICODE:
+            return NULL
+        header = OPS[node.op].header
+        at = self.kept(node.start, node.end)
+        if at < 0 or node.end - node.start < <uint64_t>header:
+            return NULL
+        p = <const uint8_t*>self.skeleton.data + at
+        size[0] = p[1] if node.op == OP_SHORT_BINUNICODE else read_u32(p + 1)
+        return <const char*>p + header if <uint64_t>size[0] <= node.end - node.start - header else NULL
 
     # ---- preorder ---------------------------------------------------------------------------------------------------
 
@@ -1350,6 +1510,28 @@ cdef inline uint32_t place_of(uint32_t role, uint64_t position) noexcept nogil:
 
 cdef inline uint32_t parent_of(Node* nodes, uint32_t index) noexcept nogil:
     return nodes[index].parent
+
+
+cdef inline uint32_t node_of(const Item* item) noexcept nogil:
+    """The node that a stack item is or refers to; NO_INDEX for an atom, whose `id` says nothing."""
+    return NO_INDEX if item.what & 0xFF == TAG_ATOM else item.id
+
+
+cdef bint ends_with(const char* text, Py_ssize_t size, const char* end, Py_ssize_t end_size) noexcept nogil:
+    return size >= end_size and memcmp(text + size - end_size, end, end_size) == 0
+
+
+cdef bint is_wrapper_class(const char* module, Py_ssize_t module_size, const char* name, Py_ssize_t name_size) noexcept nogil:
+    """Whether a global is one of the classes that joblib writes in place of arrays, whichever package holds the copy."""
+    return ends_with(name, name_size, b"ArrayWrapper", 12) and (
+        ends_with(module, module_size, b"joblib.numpy_pickle", 19)
+        or ends_with(module, module_size, b"joblib.numpy_pickle_compat", 26))
+
+
+cdef bint names_wrapper_class(const char* names, Py_ssize_t size) noexcept nogil:
+    """`is_wrapper_class` of GLOBAL's argument: module and name with a newline between them."""
+    cdef const char* newline = <const char*>memchr(names, 10, size)
+    return newline != NULL and is_wrapper_class(names, newline - names, newline + 1, names + size - newline - 1)
 
 
 cdef inline bint is_container(uint8_t op) noexcept nogil:

@@ -15,9 +15,9 @@ PACKAGE = Path(fastcap.__file__).parent
 FLOORS = [
     {"errors"},
     {"_native", "report", "paths"},
-    {"render", "comparison", "pickling", "stores", "inert", "limits", "opening"},
-    {"explain", "config", "render.layout"},
-    {"findings", "render.text", "render.diff", "render.folded", "render.html"},
+    {"render", "comparison", "pickling", "stores", "inert", "limits"},
+    {"explain", "config", "external", "render.layout"},
+    {"findings", "opening", "render.text", "render.diff", "render.folded", "render.html"},
     {"analysis"},
     {"checking"},
     {"targets", "editing", "record", "ray"},
@@ -36,7 +36,7 @@ RESERVED = {
 }
 
 # Who may use the native core; what only shows reports must work without it.
-NATIVE_USERS = {"pickling", "analysis", "explain", "inert", "opening", "editing", "record"}
+NATIVE_USERS = {"pickling", "analysis", "explain", "inert", "external", "opening", "editing", "record"}
 
 
 def module_name(path):

@@ -231,6 +231,27 @@ def test_registered_reducers(flavor):
         module.CloudPickler.dispatch.pop(Registered, None)
 
 
+def test_classes_with_a_reducer_are_left_as_they_are(flavor):
+    """A dump must not leave anything in a class that the flavor's own dump would not leave there."""
+    dispatch = sys.modules[flavor].CloudPickler.dispatch
+
+    class Overriding(CloudPickler):
+        def reducer_override(self, obj):
+            return (int, ()) if type(obj).__name__ == "Local" else super().reducer_override(obj)
+
+    cls = local_class()
+    dispatch[cls] = lambda obj: (int, ())
+    try:
+        pickling.dumps(cls(), flavor=flavor)
+    finally:
+        del dispatch[cls]
+    assert "__slotnames__" not in vars(cls)
+    to_bytes(Overriding, cls())
+    assert "__slotnames__" not in vars(cls)
+    sys.modules[flavor].dumps(cls())
+    assert "__slotnames__" in vars(cls)
+
+
 def test_replaced_code_and_cell_reducers(flavor):
     module = sys.modules[flavor]
     table = module.CloudPickler._dispatch_table
@@ -595,6 +616,44 @@ def test_threads_install_and_dump():
         for thread in workers:
             thread.join()
         sys.setswitchinterval(interval)
+    assert not failures
+
+
+def test_threads_dump_while_others_import(flavor):
+    objects = [closure([1]), local_class_once, Point(closure(2)), helper, {"a": [closure(3)] * 2}]
+    expected = [sys.modules[flavor].dumps(obj) for obj in objects]
+    stop = threading.Event()
+    failures = []
+
+    def churn():
+        count = 0
+        while not stop.is_set():
+            count += 1
+            sys.modules[f"fastcap_churn.m{count % 50}"] = types.ModuleType("churn")
+            sys.modules.pop(f"fastcap_churn.m{(count + 25) % 50}", None)
+
+    def work():
+        try:
+            for _ in range(100):
+                assert [pickling.dumps(obj, flavor=flavor) for obj in objects] == expected
+        except BaseException as error:
+            failures.append(error)
+
+    workers = [threading.Thread(target=work) for _ in range(8)]
+    churner = threading.Thread(target=churn)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in (churner, *workers):
+            thread.start()
+        for thread in workers:
+            thread.join()
+    finally:
+        stop.set()
+        churner.join()
+        sys.setswitchinterval(interval)
+        for name in [name for name in sys.modules if name.startswith("fastcap_churn")]:
+            del sys.modules[name]
     assert not failures
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from fastcap import PayloadError
 from fastcap._native.graph import Graph
-from fastcap._native.scanner import Block, Scanner
+from fastcap._native.scanner import PAUSE_ARRAY, PAUSE_PERSISTENT, PAUSE_STOP, Block, Scanner
 
 CHUNKS = (1, 7, 4096, None)
 
@@ -344,3 +344,68 @@ def test_scanning_leaks_nothing():
     grown = tracemalloc.get_traced_memory()[0] - before
     tracemalloc.stop()
     assert grown < 20_000
+
+
+def test_pauses_after_the_opcodes_that_were_asked_for():
+    wrapper = b"\x8c\x13joblib.numpy_pickle\x8c\x11NumpyArrayWrapper\x93)\x81}b"
+    stream = b"\x80\x04](" + wrapper + b"\x8c\x02idQ" + wrapper + b"e." + b"N."
+    ends = {
+        PAUSE_ARRAY: [4 + len(wrapper), len(stream) - 4],
+        PAUSE_PERSISTENT: [4 + len(wrapper) + 5],
+        PAUSE_STOP: [len(stream) - 2, len(stream)],
+    }
+    plain = as_bytes(scan(stream))
+    for pauses in range(8):
+        expected = sorted((end, kind) for kind, places in ends.items() if kind & pauses for end in places)
+        for chunk in (1, 5, len(stream)):
+            scanner = Scanner(pauses=pauses)
+            taken, found = 0, []
+            while taken < len(stream):
+                taken += scanner.write(stream[taken:taken + chunk])
+                if scanner.paused:
+                    found.append((taken, scanner.paused))
+                    assert scanner.position == taken
+            assert found == expected, (pauses, chunk)
+            assert as_bytes(scanner.finish())[1:] == plain[1:]
+
+
+def test_a_pause_shows_what_has_been_built():
+    scanner = Scanner(pauses=PAUSE_PERSISTENT)
+    head = b"\x80\x02](X\x03\x00\x00\x00keyq\x07X\x02\x00\x00\x00ab\x86"
+    stream = head + b"Qh\x07e."
+    assert scanner.write(stream) == len(head) + 1
+    start, end = scanner.top
+    assert scanner.code(start, end) == stream[4:len(head) + 1]
+    assert scanner.code(*scanner.span(7)) == b"X\x03\x00\x00\x00keyq\x07"
+    assert (scanner.span(8), scanner.span(1 << 40), scanner.code(end, end + 1)) == (None, None, None)
+    scanner.attach_buffer(1 << 40)
+    scanner.write(stream[len(head) + 1:])
+    graph = Graph(scanner.finish())
+    assert (graph.buffer_size, graph.payload_size) == (1 << 40, (1 << 40) + len(stream))
+    (buffer,) = [graph.node(i) for i in range(len(graph)) if graph.node(i).op == "NEXT_BUFFER"]
+    assert (buffer.self_size, graph.node(buffer.parent).op) == (1 << 40, "BINPERSID")
+    assert sum(memoryview(graph.sizes()[0]).cast("Q")) + graph.overhead == graph.payload_size
+
+
+def test_buffers_are_attached_between_those_that_were_announced():
+    scanner = Scanner([10, 20], pauses=PAUSE_PERSISTENT)
+    stream = b"\x80\x05](\x97\x8c\x02idQ\x97e."
+    taken = scanner.write(stream)
+    scanner.attach_buffer(1000)
+    scanner.write(stream[taken:])
+    graph = Graph(scanner.finish())
+    sizes = [graph.node(i).self_size for i in range(len(graph)) if graph.node(i).op == "NEXT_BUFFER"]
+    assert sizes == [11, 1000, 21]  # with the opcodes of those that have one
+
+
+def test_nothing_is_attached_where_there_is_no_object():
+    for stream, error in ((b"", PayloadError), (b"\x80\x04(", PayloadError), (b"\x80\x04X\x05", ValueError)):
+        scanner = Scanner()
+        scanner.write(stream)
+        with pytest.raises(error):
+            scanner.attach_buffer(1)
+    for size in (-1, 1 << 63):
+        scanner = Scanner()
+        scanner.write(b"\x80\x04]")
+        with pytest.raises(PayloadError):
+            scanner.attach_buffer(size)
