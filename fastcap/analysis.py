@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import heapq
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fastcap._native.graph import Graph
 from fastcap._native.scanner import Scanner, Tables
 from fastcap.comparison import Diff, compare
-from fastcap.explain import Explainer, Place
+from fastcap.explain import Explainer, Failure, Place
+from fastcap.findings import MIN_SIZE, Failures, Live, Scene, find_all, handle_reducers
 from fastcap.limits import limits_for
 from fastcap.opening import Source, scan_source
 from fastcap.paths import parse
-from fastcap.pickling import dump
+from fastcap.pickling import DumpBroken, trace
 from fastcap.report import Capture, Details, NodeRow, Report, TypeRow, ViewOptions, read_report
 
 MAX_ROWS = 400
@@ -48,11 +49,29 @@ def analyze(
     """What pickling an object with cloudpickle would write, without keeping the bytes.
 
     ``name`` is the root of all paths (default: the ``__name__`` of a function or class, else ``obj``); ``flavor`` is
-    the copy of cloudpickle to pickle with, one of `fastcap.pickling.FLAVORS`. Whatever the pickler raises is passed on.
+    the copy of cloudpickle to pickle with, one of `fastcap.pickling.FLAVORS`.
+
+    What cannot be pickled does not raise, as it does in `fastcap.dumps`: each such object is a finding of severity
+    "error" (FC101), and the sizes are those of a payload with short stand-ins. Ray's handles are recognised without
+    being serialized by Ray. Until its details are looked at, a report keeps the objects alive that were pickled.
+    Raises ValueError or ImportError for a flavor or protocol that is not there, MemoryError.
     """
     scanner = Scanner()
-    dump(obj, scanner, protocol, flavor=flavor)
-    return _report(Graph(scanner.finish()), name, options)
+    failures = Failures()
+    try:
+        objects = trace(
+            obj, scanner, protocol, flavor=flavor, on_unpicklable=failures.report, reducers=handle_reducers()
+        )
+        live = Live(objects, failures)
+    except DumpBroken as broken:
+        error = broken.__cause__
+        scanner = Scanner()
+        failures = Failures()
+        number = failures.report(obj, error if isinstance(error, Exception) else broken)
+        notes = " ".join(getattr(error, "__notes__", ()))
+        scanner.write(b"\x80\x04cfastcap.findings\nUnpicklable\nJ%b\x85R." % number.to_bytes(4, "little"))
+        live = Live((), (), f"pickling ended: {failures[number].error} {notes}".strip())
+    return _report(Graph(scanner.finish()), name, options, live=live, failures=failures)
 
 
 def scan(
@@ -74,7 +93,27 @@ def scan(
     graph = Graph(tables)
     if graph.tail:
         notes = (*notes, f"bytes after the last pickle are no pickle: {graph.tail}")
-    return _report(graph, name, options, notes)
+    return _report(graph, name, options, notes, read=_reader_of(source))
+
+
+def _reader_of(source: Source) -> Callable[[int, int], bytes | memoryview | None] | None:
+    """How to read bytes of the stream again; of a compressed file what comes is not the stream, which callers check."""
+    if isinstance(source, (bytes, bytearray, memoryview)):
+        data = memoryview(source).cast("B")
+        return lambda start, end: data[start:end]
+    if not isinstance(source, (str, os.PathLike)):
+        return None
+    path = os.path.abspath(source)
+
+    def read(start: int, end: int) -> bytes | None:
+        try:
+            with open(path, "rb") as file:
+                file.seek(start)
+                return file.read(end - start)
+        except OSError:
+            return None
+
+    return read
 
 
 def diff(old: Report | Source, new: Report | Source) -> Diff:
@@ -105,8 +144,17 @@ def report_on(tables: Tables) -> Report:
     return _report(Graph(tables), None, ViewOptions())
 
 
-def _report(graph: Graph, name: str | None, options: ViewOptions, notes: tuple[str, ...] = ()) -> Report:
-    explainer = Explainer(graph, name)
+def _report(
+    graph: Graph,
+    name: str | None,
+    options: ViewOptions,
+    notes: tuple[str, ...] = (),
+    *,
+    live: Live | None = None,
+    failures: Sequence[Failure] = (),
+    read: Callable[[int, int], bytes | memoryview | None] | None = None,
+) -> Report:
+    explainer = Explainer(graph, name, failures)
 
     def find(path: str) -> NodeRow | None:
         parsed = parse(path)
@@ -122,6 +170,7 @@ def _report(graph: Graph, name: str | None, options: ViewOptions, notes: tuple[s
         # written first somewhere inside another object, where it has no path of its own
         return replace(row, path=str(parsed), label=str(parsed.steps[-1]))
 
+    kept = [live]  # let go of when the findings are made
     return _MeasuredReport(
         explainer,
         payload_size=graph.payload_size,
@@ -132,7 +181,7 @@ def _report(graph: Graph, name: str | None, options: ViewOptions, notes: tuple[s
         node_count=len(graph),
         pickle_count=graph.pickle_count,
         notes=notes,
-        make_details=lambda: _details(explainer, options),
+        make_details=lambda: _details(explainer, options, kept, read),
         find_row=find,
     )
 
@@ -154,13 +203,22 @@ class _MeasuredReport(Report):
         return self.__dict__[name]
 
 
-def _details(explainer: Explainer, options: ViewOptions) -> Details:
+def _details(
+    explainer: Explainer,
+    options: ViewOptions,
+    kept: list[Live | None],
+    read: Callable[[int, int], bytes | memoryview | None] | None,
+) -> Details:
+    captures = tuple(find_captures(explainer))
+    min_size = MIN_SIZE if options.min_size is None else max(options.min_size, 1)
+    findings = find_all(Scene(explainer, kept[0], captures, read, min_size))
+    kept[0] = None
     return Details(
         nodes=tuple(_Tree(explainer, options).rows()),
-        captures=tuple(find_captures(explainer)),
+        captures=captures,
         types=tuple(count_types(explainer)),
         limits=limits_for(explainer.graph.payload_size),
-        findings=(),
+        findings=findings,
     )
 
 
@@ -375,22 +433,12 @@ def _dominated_objects(explainer: Explainer, head: int, least: int) -> list[int]
 def _capture(explainer: Explainer, head: int) -> Capture:
     view = explainer.reader.view(head)
     subject = explainer.subject(head)
-    how = name = captured = captured_type = by = file = None
-    line = None
-    link: int | None = head
-    while link is not None:
-        place = explainer.place(link)
-        if place is None or place.part is None or place.above is None:
-            break
-        if place.part.how is not None:
-            how, name = place.part.how, place.part.name
-            captured, captured_type = explainer.path(link), explainer.subject(link).type
-            by = explainer.path(place.above)
-            where = explainer.subject(place.above).where
-            if where is not None:
-                file, line = where()
-            break
-        link = place.above
+    origin = explainer.origin(head)
+    how = name = captured = captured_type = by = file = line = None
+    if origin is not None:
+        how, name, file, line = origin.how, origin.name, origin.file, origin.line
+        captured, captured_type = explainer.path(origin.captured), explainer.subject(origin.captured).type
+        by = explainer.path(origin.by)
     return Capture(
         path=explainer.path(head) or "", type=subject.type, what=subject.what,
         self_size=min(explainer.parts(head, min_size=_NONE, limit=_CHILDREN).own_size, view.retained_size),
@@ -406,7 +454,7 @@ def count_types(explainer: Explainer) -> list[TypeRow]:
     """Bytes by type, biggest first; with the overhead they add up to the payload."""
     meanings: dict[int, int] = {}
     names: dict[int, str] = {}
-    for number, (key, _, example) in enumerate(explainer.graph.type_keys()):
+    for number, (key, _, example) in enumerate(explainer.kinds):
         if number >= _TYPES:
             break
         subject = explainer.subject(example)

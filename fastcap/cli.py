@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import replace
+from difflib import get_close_matches
 from typing import IO, TYPE_CHECKING, Any
 
 import click
@@ -71,6 +72,16 @@ def cli(ctx: click.Context) -> None:
         ctx.exit(BAD_INPUT)
 
 
+def _codes(text: str) -> tuple[str, ...]:
+    from fastcap.findings import RULES
+
+    codes = tuple(code.strip().upper() for code in text.split(",") if code.strip())
+    for code in codes:
+        if not any(known.startswith(code) for known in RULES):
+            raise click.BadParameter(f"no rule {code!r}: the rules are {', '.join(RULES)}")
+    return codes
+
+
 @cli.command()
 @click.argument("target_text", metavar="TARGET")
 @click.option(
@@ -81,7 +92,9 @@ def cli(ctx: click.Context) -> None:
 @click.option("--top", type=click.IntRange(min=1), metavar="N", help="Rows below each parent.")
 @click.option("--sort", type=click.Choice(["retained", "self", "subtree"]), help="Order of rows.  [default: retained]")
 @click.option("--min-size", type=_size, metavar="SIZE", help="Sum up rows smaller than this.")
-@click.option("--max-size", type=_size, metavar="SIZE", help="Exit with 1 if the payload is bigger.")
+@click.option("--max-size", type=_size, metavar="SIZE", help="Exit with 1 if the payload is bigger, or cannot be made.")
+@click.option("--select", multiple=True, type=_codes, metavar="CODES", help="Report these findings only: FC2,FC301.")
+@click.option("--ignore", multiple=True, type=_codes, metavar="CODES", help="Leave these findings out.")
 @click.option(
     "--flavor",
     metavar="NAME",
@@ -102,6 +115,8 @@ def analyze(
     sort: str | None,
     min_size: int | None,
     max_size: int | None,
+    select: tuple[tuple[str, ...], ...],
+    ignore: tuple[tuple[str, ...], ...],
     flavor: str | None,
     protocol: int | None,
     no_progress: bool,
@@ -127,6 +142,10 @@ def analyze(
         if output is not None:
             _check_output(output, target)
         settings = find_settings(os.getcwd())
+        if select:
+            settings = replace(settings, select=sum(select, ()))
+        if ignore:
+            settings = replace(settings, ignore=sum(ignore, ()))
         options = ViewOptions(
             depth=depth,
             top=top,
@@ -142,6 +161,7 @@ def analyze(
                     raise TargetError(f"--{name} is for objects that are pickled now: {target} is a pickle already")
             view = [f"--{name.replace('_', '-')}" for name in ("depth", "top", "sort", "min_size") if name in given]
             report = _read_payload(target, options, view, progress=not no_progress)
+        findings = report.findings
         report = _select_findings(report, settings)
         budget, limit, source = _BUDGET, max_size, "the command line"
         if limit is None and settings.max_size is not None:
@@ -149,7 +169,13 @@ def analyze(
         if limit is not None:
             report = report.with_budget(budget, limit, source)
         _write(_render(report, form, output, sort or "retained"), output)
-        if limit is None or report.payload_size <= limit:
+        if limit is None:
+            return FINE
+        if any(row.code.startswith("FC1") for row in findings):
+            if form != "text" or output is not None:
+                _say(f"{target} cannot be pickled: no payload, whatever its size may be")
+            return OVER_BUDGET
+        if report.payload_size <= limit:
             return FINE
         if form != "text" or output is not None:
             said = budget if max_size is not None else f"max-size of {source}:"
@@ -225,6 +251,25 @@ def diff(
         said = "--max-growth" if max_growth else f"max-growth of {settings.file}:"
         _say(f"payload {describe_growth(found)}, more than {said} {limit.text}")
         return OVER_BUDGET
+
+
+@cli.command()
+@click.argument("code", metavar="[CODE]", required=False)
+def rule(code: str | None) -> int:
+    """Explain a finding by its code, or list all of them."""
+    from fastcap.findings import RULES, describe_rule
+
+    if code is None:
+        click.echo("\n".join(f"{each.code}  {each.severity:8} {each.title}" for each in RULES.values()))
+        return FINE
+    if code.upper() not in RULES:
+        close = get_close_matches(code.upper(), RULES, n=3)
+        raise click.BadParameter(
+            f"no rule {code!r}" + (f": did you mean {' or '.join(close)}?" if close else ": fastcap rule lists them"),
+            param_hint="CODE",
+        )
+    click.echo(f"{code.upper()} {describe_rule(code.upper()).replace('**', '')}")
+    return FINE
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -19,7 +19,7 @@ import itertools
 import os
 import re
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any, Final, Union
@@ -44,6 +44,9 @@ from fastcap.inert import (
     Reader,
 )
 from fastcap.paths import Shortened, Step, Value, attr, format_root, is_literal, item, shorten, word
+
+UNPICKLABLE: Final = "fastcap.findings.Unpicklable"
+"""Name of the stand-in that an analysis writes for an object that cannot be pickled."""
 
 _MAX_CHAIN = 4096
 """Ancestors that are looked at to place one node; deeper nodes have no path."""
@@ -114,12 +117,33 @@ class Place:
     wrappers: tuple[int, ...] = ()  # for a head: glue around it whose references are references to it
 
 
-class Explainer:
-    """Words for the nodes of one graph."""
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An object that could not be pickled; a stand-in with its number is in the stream."""
 
-    def __init__(self, graph: Graph, root_name: str | None = None) -> None:
+    type: str  # dotted name of its class
+    error: str  # type and text of the exception
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """How code captured an object, or what the object lies in."""
+
+    how: str
+    name: str | None
+    captured: int  # the object that was captured
+    by: int  # the function, class or partial that captured it
+    file: str | None
+    line: int | None
+
+
+class Explainer:
+    """Words for the nodes of one graph. ``failures`` are those of its stand-ins, by number."""
+
+    def __init__(self, graph: Graph, root_name: str | None = None, failures: Sequence[Failure] = ()) -> None:
         self.graph = graph
         self.reader = Reader(graph)
+        self.failures = failures
         self._given_name = root_name
         # What a subject keeps refers to the explainer weakly, and the explainer to it: a report that is dropped gives
         # its graph back at once, not when the cyclic collector comes round.
@@ -128,6 +152,11 @@ class Explainer:
         self._places: dict[int, Place] = {}
         self._paths: dict[int, str] = {}
         self._steps: dict[int, _Steps] = {}  # of the objects that were last looked into, at most _INDEXED
+
+    @cached_property
+    def kinds(self) -> list[tuple[int, str, int]]:
+        """The distinct kinds of node, as `Graph.type_keys` gives them."""
+        return self.graph.type_keys()
 
     # --- objects -----------------------------------------------------------------------------------------------------
 
@@ -304,6 +333,20 @@ class Explainer:
             path = self._paths[below] = path + str(step)
         return path
 
+    def origin(self, head: int) -> Origin | None:
+        """The innermost capture above an object; None if no code captured it."""
+        link: int | None = head
+        while link is not None:
+            place = self.place(link)
+            if place is None or place.part is None or place.above is None:
+                return None
+            if place.part.how is not None:
+                where = self.subject(place.above).where
+                file, line = where() if where is not None else (None, None)
+                return Origin(place.part.how, place.part.name, link, place.above, file, line)
+            link = place.above
+        return None
+
     def label(self, head: int) -> str:
         """The last step of an object's path; the root's whole path."""
         place = self.place(head)
@@ -389,6 +432,9 @@ class Explainer:
             return f"{owner}.{self.reader.string(args[1])}" if owner else None
         if maker == "builtins.type":
             return "builtins.NoneType"
+        if maker == "types.MethodType" and len(args) == 2:  # a class method that goes by value
+            owner, method = self.call_name(args[1], nesting - 1), self.call_name(args[0], nesting - 1)
+            return f"{owner}.{short_name(method)}" if owner and method else None
         if maker == "cloudpickle:_make_function":
             return f"__main__.{self.subject(index).name}"
         return None
@@ -890,6 +936,14 @@ def _made(kind: str, *names: str, how: str | None = None, phrase: str | None = N
         return Subject(kind, phrase or kind, _object_route(call.explainer, args))
 
     return make
+
+
+def _unpicklable(call: Call) -> Subject:
+    """A stand-in (see `fastcap.findings`): called what it stands for."""
+    number, failures = call.argument(0), call.explainer.failures
+    known = isinstance(number, int) and 0 <= number < len(failures)
+    kind = failures[number].type if known else "unpicklable"
+    return Subject(kind, f"{short_name(kind)}, cannot be pickled" if known else "an object that cannot be pickled")
 
 
 def _glue(kind: str) -> Maker:
@@ -1708,6 +1762,8 @@ TABLE: Final[dict[str, Maker]] = {
     "pyarrow:py_buffer": _leaf("Buffer", "pyarrow Buffer"),
     # scipy
     **{f"scipy:{kind}_{end}": _sparse for kind in ("csr", "csc", "coo", "bsr", "dia") for end in ("matrix", "array")},
+    # fastcap's own stand-in
+    UNPICKLABLE: _unpicklable,
     # Ray
     "ray:_actor_handle_deserializer": _leaf("ActorHandle", "Ray actor handle"),
     "ray:_deserialization_helper": _leaf("ActorHandle", "Ray actor handle"),

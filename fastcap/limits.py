@@ -27,25 +27,57 @@ class KnownLimit:
 
     name: str
     size: int
-    effect: str  # "warning" or "error"
-    constant: str  # its name in Ray's ray_constants.py
-    source: str
+    effect: str  # "note" (handled another way above it), "warning" or "error"
+    constant: str  # its name in `source`
+    source: str  # the library and version, and for others than Ray's constants the file
+    package: str = "ray"  # of the system; Ray's limits are always told, others where it is loaded
 
 
 KNOWN: Final = (
+    KnownLimit(
+        "Ray's limit for arguments sent with a task", 100 << 10, "note", "max_direct_call_object_size",
+        "Ray 2.60, src/ray/common/ray_config_def.h: bigger ones go through the object store",
+    ),
     KnownLimit("Ray's export warning", 10**7, "warning", "FUNCTION_SIZE_WARN_THRESHOLD", "Ray 2.60"),
     KnownLimit("Ray's export limit", 10**8, "error", "FUNCTION_SIZE_ERROR_THRESHOLD", "Ray 2.60"),
     KnownLimit("Ray's gRPC message limit", 512 << 20, "error", "GRPC_CPP_MAX_MESSAGE_SIZE", "Ray 2.60"),
+    KnownLimit(
+        "Ray Client's message limit", (2 << 30) - 1, "error", "GRPC_MAX_MESSAGE_SIZE",
+        "Ray 2.60, ray/util/client/common.py",
+    ),
+    KnownLimit(
+        "Dask's large-graph warning", 10**7, "warning", "distributed.admin.large-graph-warning-threshold",
+        "distributed/distributed.yaml", "distributed",
+    ),
+    KnownLimit(
+        "Spark's task size warning", 1000 << 10, "warning", "TaskSetManager.TASK_SIZE_TO_WARN_KIB",
+        "Spark, scheduler/TaskSetManager.scala, and DAGScheduler.scala for the binary of a task", "pyspark",
+    ),
+    KnownLimit(
+        "Modal's limit for serialized functions", 16 << 20, "error", "function_serialized",
+        "modal/_functions.py", "modal",
+    ),
+)  # fmt: skip
+"""The table of limits. To add one is to add a row; those of Ray's ray_constants.py are read from the installed Ray."""
+
+_RAY_CONSTANT_NAMES: Final = (
+    "FUNCTION_SIZE_WARN_THRESHOLD",
+    "FUNCTION_SIZE_ERROR_THRESHOLD",
+    "GRPC_CPP_MAX_MESSAGE_SIZE",
 )
-"""The table of limits. To add one of Ray's is to add a row."""
 
 
 def limits_for(payload_size: int) -> tuple[Limit, ...]:
-    """Each known limit against the size of a payload, smallest first."""
+    """Each limit that holds here against the size of a payload, smallest first."""
     found = ray_constants()
     rows = []
     for known in KNOWN:
-        size, source = found.get(known.constant, (known.size, f"{known.source} (not installed here)"))
+        if known.package != "ray" and known.package not in sys.modules:
+            continue
+        source = known.source
+        if known.constant in _RAY_CONSTANT_NAMES:
+            source += " (not installed here)"
+        size, source = found.get(known.constant, (known.size, source))
         rows.append(
             Limit(known.name, size, payload_size / size if size else float("inf"), payload_size > size, known.effect,
                   f"{known.constant}, {source}")
@@ -58,7 +90,7 @@ def ray_constants() -> dict[str, tuple[int, str]]:
     module = sys.modules.get(_RAY_CONSTANTS)
     if module is not None:
         version = getattr(sys.modules.get("ray"), "__version__", "")
-        loaded = {name: getattr(module, name, None) for name in _wanted()}
+        loaded = {name: getattr(module, name, None) for name in _RAY_CONSTANT_NAMES}
         return {
             name: (value, f"Ray {version}".strip())
             for name, value in loaded.items()
@@ -67,13 +99,9 @@ def ray_constants() -> dict[str, tuple[int, str]]:
     path = _find_source()
     if path is None:
         return {}
-    overridden = {name: os.environ[name] for name in _wanted() if name in os.environ}
+    overridden = {name: os.environ[name] for name in _RAY_CONSTANT_NAMES if name in os.environ}
     values = _read_source(path, tuple(sorted(overridden.items())))
     return {name: (value, f"{path}" + (" and the environment" if name in overridden else "")) for name, value in values}
-
-
-def _wanted() -> tuple[str, ...]:
-    return tuple(known.constant for known in KNOWN)
 
 
 def _find_source() -> str | None:
@@ -106,7 +134,7 @@ def _read_source(path: str, environment: tuple[tuple[str, str], ...]) -> tuple[t
             value = _evaluate(statement.value, known)
             if value is not None:
                 known[target.id] = value
-    return tuple((name, known[name]) for name in _wanted() if known.get(name, 0) > 0)
+    return tuple((name, known[name]) for name in _RAY_CONSTANT_NAMES if known.get(name, 0) > 0)
 
 
 _OPERATORS: Final[dict[type[ast.operator], Callable[[Any, Any], Any]]] = {

@@ -16,12 +16,14 @@ import pickle
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any, Protocol
 
 from fastcap._native import pickler as _native
 from fastcap._native.reducers import Flavor, Reducer
+from fastcap.errors import FastcapError
 
 __all__ = [
     "FLAVORS",
@@ -243,6 +245,56 @@ def _dump(
         pickler.dump(obj)
     except RecursionError as error:
         raise _too_deep(error) from error
+
+
+def trace(
+    obj: Any,
+    file: Writable,
+    protocol: int | None = None,
+    *,
+    flavor: str = "cloudpickle",
+    on_unpicklable: Callable[[Any, Exception], int],
+    reducers: Mapping[type, Callable[[Any], Any]],
+) -> list[Any]:
+    """Dump for analysis, and return the memoized objects in the order of their memo indices.
+
+    Each object that fails is given to ``on_unpicklable``, whose answer is written in its place; what ends the dump
+    nonetheless is the cause of a `DumpBroken`. ``reducers`` go before those of the flavor.
+    """
+    own = _flavor(flavor)
+    hooks = own.hooks()
+    if protocol is None:
+        protocol = own.module.DEFAULT_PROTOCOL
+    dump: Callable[[], None]
+    encoder: _native.Pickler
+    if hooks is None:
+        pickler = own.module.Pickler(file, protocol=protocol)
+        route = _Route(own, file, pickler.proto, None)
+        encoder = route.open()
+        with contextlib.suppress(AttributeError):
+            pickler.dispatch_table = ChainMap({**reducers}, _C_DISPATCH_TABLE.__get__(pickler))
+        dump = functools.partial(_routed_dump, pickler, route, obj)
+    else:
+        encoder = _native.Pickler(file, protocol)
+        encoder.dispatch_table, encoder._native_reduce = hooks
+        if reducers:
+            maps = getattr(encoder.dispatch_table, "maps", [encoder.dispatch_table])
+            encoder.dispatch_table = ChainMap({**reducers}, *maps)
+        dump = functools.partial(encoder.dump, obj)
+    encoder._on_unpicklable = on_unpicklable
+    try:
+        dump()
+    except (MemoryError, FastcapError):
+        raise
+    except Exception as error:
+        raise DumpBroken from error
+    finally:
+        encoder._on_unpicklable = None
+    return encoder._memo_objects()
+
+
+class DumpBroken(FastcapError):
+    """A `trace` could not go on; ``__cause__`` is what the pickler raised."""
 
 
 def _dump_with_class(

@@ -689,6 +689,56 @@ cdef class Graph:
         self.examples = examples
         return 0
 
+    def select(self, opcodes, min_size=0, limit=-1, min_arg=0):
+        """The nodes that one of these opcodes (their bytes) made, of at least so many bytes and items, in stream order."""
+        cdef bytes wanted = bytes(opcodes)
+        cdef uint64_t least = min_size
+        cdef uint64_t least_arg = min_arg
+        cdef Py_ssize_t room = limit
+        cdef bint chosen[256]
+        cdef uint32_t i
+        cdef list found = []
+        memset(chosen, 0, sizeof(chosen))
+        for opcode in wanted:
+            chosen[<uint8_t>opcode] = True
+        for i in range(self.n):
+            if not chosen[self.nodes[i].op] or self.subtree_size(i) < least:
+                continue
+            if least_arg and (self.nodes[i].arg == NO_INDEX or self.nodes[i].arg < least_arg):
+                continue
+            if room == 0:
+                break
+            room -= 1
+            found.append(i)
+        return found
+
+    def select_kinds(self, keys, min_size=0, limit=-1):
+        """The nodes of some of the kinds of `type_keys`, of at least so many bytes, in stream order."""
+        cdef uint64_t least = min_size
+        cdef Py_ssize_t room = limit
+        cdef uint8_t* chosen
+        cdef uint32_t i
+        cdef list found = []
+        self.need_kinds()
+        chosen = <uint8_t*>PyMem_RawCalloc(len(self.examples), 1)
+        if chosen == NULL:
+            raise MemoryError()
+        try:
+            for key in keys:
+                if not 0 <= key < len(self.examples):
+                    raise ValueError(f"{key} is no type key of this graph")
+                chosen[<uint32_t>key] = 1
+            for i in range(self.n):
+                if not chosen[self.kind_of[i]] or self.subtree_size(i) < least:
+                    continue
+                if room == 0:
+                    break
+                room -= 1
+                found.append(i)
+        finally:
+            PyMem_RawFree(chosen)
+        return found
+
     def type_keys(self):
         """(key, op, example) for every distinct kind of node, in stream order; ``example`` is the first such node.
 

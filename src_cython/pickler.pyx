@@ -434,6 +434,8 @@ cdef class Pickler:
     cdef object override            # bound reducer_override, only while dumping: it refers back to the pickler
     cdef object native              # the native reducer in force, only while dumping
     cdef object native_slot         # what was assigned to the instance's _native_reduce
+    cdef object on_unpicklable      # None, or called with (object, exception) in the place of raising
+    cdef bint fatal                 # the dump has to end: the file failed, or nesting has no end
     cdef set fast_memo              # addresses of the objects on the stack, fast mode only
 
     def __cinit__(self, *args, **kwargs):
@@ -601,6 +603,19 @@ cdef class Pickler:
     def _native_reduce(self, value):
         self.native_slot = value
 
+    @property
+    def _on_unpicklable(self):
+        """None, or a callable f(object, exception) that is told of objects that fail, and returns a number for each.
+
+        In the place of such an object goes a call of `fastcap.findings.Unpicklable` with the number, and the dump goes
+        on: its result is for those who analyse it. An iterator of items that fails midway ends with such a call.
+        """
+        return self.on_unpicklable
+
+    @_on_unpicklable.setter
+    def _on_unpicklable(self, value):
+        self.on_unpicklable = value
+
 
 # The base class's own descriptors, to tell whether a subclass has others.
 cdef object base_persistent_id = Pickler.__dict__["persistent_id"]
@@ -756,6 +771,7 @@ cdef int start_dump(Pickler self) except -1:
     if self.busy:
         raise RuntimeError("the pickler is already dumping (called again from a callback or from another thread)")
     self.busy = True
+    self.fatal = False
     return 0
 
 
@@ -953,6 +969,7 @@ cdef Frame* push_checked(Pickler self, int kind, PyObject* obj) except NULL:
     f.obj = obj
     if kind == K_REDUCE or kind == K_PERSID:
         if self.reduce_depth >= MAX_REDUCE_DEPTH:
+            self.fatal = True
             raise RecursionError("maximum recursion depth exceeded while pickling an object")
     if self.fast_ and obj != NULL:
         guard_cycle(self, f)
@@ -1128,7 +1145,9 @@ cdef int write_chunk(Pickler self, object chunk) except -1:
         self.delayed.append(memoryview(chunk) if type(chunk) is bytearray else chunk)
         return 0
     write = self.write
+    self.fatal = True
     write(chunk)
+    self.fatal = False
     self.epoch += 1
     return 0
 
@@ -1556,6 +1575,8 @@ cdef int save_object(Pickler self, PyObject* obj, int own) except -1:
         return save_frozenset(self, obj, single)
     if t == &PyByteArray_Type:
         return save_bytearray(self, obj, single)
+    if self.on_unpicklable is not None:
+        return save_or_stand_in(self, obj, t)
     if t == &PyPickleBuffer_Type:
         return save_picklebuffer(self, obj)
     return save_other(self, obj, t)
@@ -2188,22 +2209,38 @@ cdef int step_dict(Pickler self, Frame* f) except -1:
         f.batch += 1
         if f.batch == BATCH_SIZE:
             put(self, OP_SETITEMS)
-            check_size(f, dict_size(obj))
+            if check_size(self, f, dict_size(obj)):
+                break
             # CPython opens another batch even where nothing is left.
             put(self, OP_MARK)
             f.batch = 0
     put(self, OP_SETITEMS)
-    check_size(f, dict_size(obj))
+    if check_size(self, f, dict_size(obj)):
+        put(self, OP_SETITEMS)
     if f.flags & F_BUILD:
         put(self, OP_BUILD)
     return 0
 
 
-cdef inline int check_size(Frame* f, Py_ssize_t size) except -1:
-    if size != f.size:
-        raise RuntimeError("dictionary changed size during iteration" if f.kind == K_DICT
-                           else "set changed size during iteration")
-    return 0
+cdef inline int check_size(Pickler self, Frame* f, Py_ssize_t size) except -1:
+    return size_changed(self, f) if size != f.size else 0
+
+
+cdef int size_changed(Pickler self, Frame* f) except -1:
+    """Raise; or put a stand-in into a batch that the caller closes, and return 1."""
+    error = RuntimeError("dictionary changed size during iteration" if f.kind == K_DICT
+                         else "set changed size during iteration")
+    if self.on_unpicklable is None:
+        raise error
+    if f.kind == K_DICT:
+        f.size = dict_size(f.obj)
+    else:
+        f.size = set_size(f.obj)
+    put(self, OP_MARK)
+    put_stand_in(self, report_failure(self, <object>f.obj, error))
+    if f.kind == K_DICT:
+        put(self, OP_NONE)
+    return 1
 
 
 cdef int save_set(Pickler self, PyObject* obj, int single) except -1:
@@ -2243,11 +2280,13 @@ cdef int step_set(Pickler self, Frame* f) except -1:
         f.batch += 1
         if f.batch == BATCH_SIZE:
             put(self, OP_ADDITEMS)
-            check_size(f, set_size(obj))
+            if check_size(self, f, set_size(obj)):
+                break
             put(self, OP_MARK)
             f.batch = 0
     put(self, OP_ADDITEMS)
-    check_size(f, set_size(obj))
+    if check_size(self, f, set_size(obj)):
+        put(self, OP_ADDITEMS)
     return 0
 
 
@@ -2341,6 +2380,8 @@ cdef int step_batch_list(Pickler self, Frame* f) except -1:
 
 cdef inline PyObject* next_item(Pickler self, Frame* f) except? NULL:
     called(self)
+    if self.on_unpicklable is not None:
+        return next_or_stand_in(self, f)
     return PyIter_Next(f.a)
 
 
@@ -2411,6 +2452,107 @@ cdef int check_pair(PyObject* pair) except -1:
     if not PyTuple_Check(pair) or tuple_size(pair) != 2:
         raise TypeError("dict items iterator must return 2-tuples")
     return 0
+
+
+# -- stand-ins for what cannot be pickled
+
+@cython.final
+@cython.internal
+cdef class StandIn:
+    """Takes the place of items that an iterator could not give."""
+    cdef int number
+
+
+cdef int report_failure(Pickler self, object obj, object error) except -1:
+    """Tell `_on_unpicklable`; returns its number."""
+    cdef long number
+    function = self.on_unpicklable
+    self.fatal = True
+    answer = function(obj, error)
+    number = PyLong_AsLong(<PyObject*>answer)
+    if number < 0 or number > 0x7fffffff:
+        raise ValueError(f"_on_unpicklable returned {number}")
+    self.fatal = False
+    called(self)
+    return <int>number
+
+
+cdef int put_stand_in(Pickler self, int number) except -1:
+    """fastcap.findings.Unpicklable(number), in opcodes that need neither memo nor work stack."""
+    cdef bytes name = b"cfastcap.findings\nUnpicklable\n"
+    reserve(self, len(name) + 32)
+    self.out.next = put_bytes(self.out.next, name, len(name))
+    if self.proto < 2:
+        put(self, OP_MARK)
+    if self.bin_:
+        put(self, OP_BININT)
+        self.out.next = put_u32(self.out.next, <unsigned int>number)
+    else:
+        put_text(self, OP_INT, number)
+    put(self, OP_TUPLE1 if self.proto >= 2 else OP_TUPLE)
+    put(self, OP_REDUCE)
+    return 0
+
+
+cdef int save_or_stand_in(Pickler self, PyObject* obj, PyTypeObject* t) except -1:
+    """Save what is neither container nor plain value, or put a stand-in where that fails.
+
+    Whatever may fail does so before the first byte that counts: what there is of a name (put_global) is taken back.
+    Once bytes have left or the memo has grown, only a file can fail, or memory.
+    """
+    cdef Py_ssize_t depth = self.depth
+    cdef Py_ssize_t used = self.out.next - self.out.start
+    cdef Py_ssize_t frame = self.out.frame
+    cdef Py_ssize_t count = self.memo_table.count
+    held = <object>obj
+    if type(held) is StandIn:
+        return put_stand_in(self, (<StandIn>held).number)
+    try:
+        if t == &PyPickleBuffer_Type:
+            return save_picklebuffer(self, obj)
+        return save_other(self, obj, t)
+    except MemoryError:
+        raise
+    except Exception as error:
+        if self.fatal or self.memo_table.count != count or self.out.frame != frame:
+            raise
+        if self.out.next - self.out.start < used:
+            raise
+        while self.depth > depth:
+            pop(self)
+        self.out.next = self.out.start + used
+        put_stand_in(self, report_failure(self, held, error))
+    return memoize(self, obj)
+
+
+cdef PyObject* next_or_stand_in(Pickler self, Frame* f) except? NULL:
+    """An iterator's next item. Where it fails: a stand-in, after which there is nothing more."""
+    cdef PyObject* item
+    cdef PyObject* below = self.chunks[(self.depth - 2) // CHUNK_FRAMES][(self.depth - 2) % CHUNK_FRAMES].obj
+    cdef StandIn stand_in
+    try:
+        item = PyIter_Next(f.a)
+        if item == NULL or f.kind == K_BATCH_LIST:
+            return item
+        try:
+            check_pair(item)
+        except:
+            decref(item)
+            raise
+        return item
+    except MemoryError:
+        raise
+    except Exception as error:
+        stand_in = <StandIn>StandIn.__new__(StandIn)
+        stand_in.number = report_failure(self, None if below == NULL else <object>below, error)
+    nothing = iter(EMPTY)
+    item = f.a
+    f.a = <PyObject*>nothing
+    incref(f.a)
+    decref(item)
+    last = stand_in if f.kind == K_BATCH_LIST else (stand_in, None)
+    incref(<PyObject*>last)
+    return <PyObject*>last
 
 
 # -- globals

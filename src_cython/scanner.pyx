@@ -778,6 +778,8 @@ cdef class Scanner:
         if node == NO_INDEX:
             self.memo_missed = len(self.roots) > 0
             self.fail(f"memo entry {index} is used before it is set", at)
+        if self.discarding and self.discards_setter():
+            self.settle(start)
         if self.discarding:
             self.push(TAG_REF, op, node, self.discard_start)
             self.discarding = False
@@ -819,6 +821,24 @@ cdef class Scanner:
         self.discarded = self.join(self.discarded, mark.orphans)
         self.discarding = True
         self.discard_start = mark.start
+
+    cdef bint discards_setter(self) noexcept:
+        """Whether what was popped is `state_setter(obj, state)`, obj being the item below, and so not the GET's."""
+        cdef Node* nodes = <Node*>self.nodes.data
+        cdef Ref* refs = <Ref*>self.refs.data
+        cdef uint32_t call = self.discarded
+        cdef uint32_t i
+        if call == NO_INDEX or nodes[call].count != call or nodes[call].op != OP_REDUCE or self.depth <= self.fence:
+            return False
+        if self.stack[self.depth - 1].what & 0xFF == TAG_ATOM:
+            return False
+        # The arguments were put together just before the call: their references are among the last ones.
+        for i in range(min(self.ref_count, 4)):
+            ref = refs[self.ref_count - 1 - i]
+            if (ref.target == self.stack[self.depth - 1].id and ref.place == place_of(ROLE_OPERAND, 0)
+                    and nodes[ref.source].parent == call):
+                return True
+        return False
 
     cdef int settle(self, uint64_t net) except -1:
         """No GET followed: what was popped belongs to the item below, or waits with the mark below for its owner."""

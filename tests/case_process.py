@@ -2,7 +2,8 @@
 
 The case's file runs as ``__main__``, so that what it defines is pickled by value. Prints one JSON object. ``bytes``:
 whether MODULE dumps the same bytes as cloudpickle, or raises alike. ``culprit``: the path and retained size of the
-biggest capture that ``fastcap.analyze`` finds, and all other paths.
+biggest capture that ``fastcap.analyze`` finds, and all other paths. ``findings``: what is wrong with the object, and
+with the file that its pickle makes.
 """
 
 import hashlib
@@ -51,6 +52,26 @@ def find_culprit(obj: Any) -> dict[str, Any]:
     return {"captures": captures, "payload_size": report.payload_size}
 
 
+def list_findings(obj: Any) -> dict[str, Any]:
+    """The findings about the live object, and about the file that the pickle makes of it, if it makes one."""
+    import fastcap
+
+    def rows(report: Any) -> list[dict[str, Any]]:
+        return [{"code": each.code, "severity": each.severity, "path": each.path, "message": each.message,
+                 "replacement": each.replacement} for each in report.findings]
+
+    answer: dict[str, Any] = {"live": rows(fastcap.analyze(obj))}
+    flavor = "ray.cloudpickle" if "ray" in sys.modules else "cloudpickle"
+    try:
+        answer["file"] = rows(fastcap.scan(fastcap.dumps(obj, flavor=flavor)))
+    except Exception as error:
+        answer["dump_error"] = repr(error)
+    return answer
+
+
+TASKS = {"bytes": compare_bytes, "culprit": find_culprit, "findings": list_findings}
+
+
 def main() -> None:
     task, path, *rest = sys.argv[1:]
     answers = os.fdopen(os.dup(1), "w")
@@ -61,7 +82,7 @@ def main() -> None:
     except ImportError as error:
         answer = {"skip": str(error)}
     else:
-        answer = compare_bytes(made, *rest) if task == "bytes" else find_culprit(made)
+        answer = TASKS[task](made, *rest)
     print(json.dumps(answer), file=answers, flush=True)
     os._exit(0)  # what a case started, threads and servers, does not keep the process
 

@@ -153,3 +153,50 @@ def test_oversized_case_names_the_culprit(file):
     biggest = answer["captures"][0]
     assert re.search(rf"\b{re.escape(case['CULPRIT_NAME'])}\b", biggest["path"]), answer["captures"]
     assert 0.9 * case["BYTES"] <= biggest["retained_size"] <= 1.2 * case["BYTES"], answer
+
+
+def about_culprit(rows: list[dict], file: pathlib.Path) -> list[dict]:
+    name = re.escape(facts(file)["CULPRIT_NAME"])
+    return [row for row in rows if re.search(rf"(?<![^\W_]){name}(?![^\W_])", row["path"])]
+
+
+@needs_pickler
+@pytest.mark.parametrize("file", cases("unpicklable"))
+def test_unpicklable_case_is_found_by_path(file):
+    answer = look_at("findings", file)
+    if "dump_error" not in answer:
+        pytest.skip("too deep for cloudpickle alone")
+    rows = [row for row in about_culprit(answer["live"], file) if row["code"] == "FC101"]
+    assert len(rows) == 1, answer["live"]
+    assert rows[0]["severity"] == "error"
+    assert rows[0]["replacement"]
+    assert [row for row in answer["live"] if row["severity"] == "error"] == rows
+
+
+@needs_pickler
+@pytest.mark.parametrize("file", cases("handle"))
+def test_handle_case_is_found_live_and_in_the_file(file):
+    answer = look_at("findings", file)
+    for kind, severity in (("live", "warning"), ("file", "error")):
+        rows = about_culprit(answer[kind], file)
+        assert [(row["code"][:4], row["severity"]) for row in rows] == [("FC20", severity)], answer[kind]
+
+
+@needs_pickler
+@pytest.mark.parametrize("file", cases("roundtrip"))
+def test_no_error_about_what_cloudpickle_carries(file):
+    """And where cloudpickle fails to write or to load, a finding says why, or says nothing wrong."""
+    answer = look_at("findings", file)
+    worst = [row for row in answer["live"] + answer.get("file", []) if row["severity"] == "error"]
+    if "dump_error" in answer:
+        assert worst, answer
+    else:
+        assert worst == []
+
+
+@pytest.mark.parametrize("file", cases("oversized"))
+def test_oversized_case_has_a_capture_or_a_finding(file):
+    answer = look_at("findings", file)
+    for rows in (answer["live"], answer["file"]):
+        assert not [row for row in rows if row["severity"] == "error"]
+        assert all(row["replacement"] for row in rows)

@@ -17,6 +17,7 @@ import pytest
 
 import fastcap
 from fastcap.cli import main
+from fastcap.findings import RULES
 from fastcap.report import Report
 from fastcap.targets import parse_target
 
@@ -391,8 +392,6 @@ def test_parse_target(folder, text, expected, where, name):
             "train.py:trainer.broken",
             "reading broken of train.py:trainer failed: RuntimeError: property failed (train.py:",
         ),
-        ("train.py:stubborn", "cannot pickle train.py:stubborn: ValueError: cannot be pickled … (train.py:"),
-        ("train.py:lock", "cannot pickle train.py:lock: TypeError: cannot pickle '_thread.lock' object"),
         (
             "raises.py:x",
             "importing raises.py failed: ZeroDivisionError: division by zero (raises.py:3); --traceback shows",
@@ -484,15 +483,66 @@ def test_hostile_names_are_harmless_in_errors(folder, capsys):
 
 
 def test_traceback_on_request(folder, capsys):
-    code, out, err = run(capsys, "analyze", "train.py:stubborn", "--traceback")
+    Path("raises.py").write_text("x = 1 / 0")
+    code, out, err = run(capsys, "analyze", "raises.py:x", "--traceback")
     assert (code, out) == (2, "")
-    assert "in __reduce__" in err
-    assert err.splitlines()[-1].startswith("fastcap: cannot pickle train.py:stubborn: ValueError")
+    assert "Traceback" in err
+    assert err.splitlines()[-1].startswith("fastcap: importing raises.py failed: ZeroDivisionError")
     assert "--traceback" not in err.splitlines()[-1]
 
 
 def test_no_traceback_unless_requested(folder, capsys):
-    assert "Traceback" not in run(capsys, "analyze", "train.py:stubborn")[2]
+    Path("raises.py").write_text("x = 1 / 0")
+    assert "Traceback" not in run(capsys, "analyze", "raises.py:x")[2]
+
+
+# ---- findings
+
+
+def test_what_cannot_be_pickled_is_reported(folder, capsys):
+    code, out, _ = run(capsys, "analyze", "train.py:stubborn")
+    assert code == 0
+    assert out.splitlines()[1] == "will not pickle, because of one part; the sizes are those without"
+    assert re.search(r"error +FC101 +stubborn$", out, re.MULTILINE)
+    assert "Stubborn cannot be pickled (ValueError: cannot be pickled second line)" in out
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_no_budget_holds_what_cannot_be_pickled(folder, capsys, form):
+    code, out, err = run(capsys, "analyze", "train.py:lock", "--max-size", "1GiB", "--format", form)
+    assert code == 1
+    assert "_thread.lock" in out
+    assert ("no payload, whatever its size" in err) == (form == "json")
+
+
+@pytest.mark.parametrize(
+    ("options", "codes"),
+    [
+        ([], {"FC101"}),
+        (["--select", "FC1"], {"FC101"}),
+        (["--select", "fc101,FC3"], {"FC101"}),
+        (["--select", "FC2"], set()),
+        (["--ignore", "FC101"], set()),
+        (["--ignore", "FC2", "--ignore", "FC1"], set()),
+    ],
+)
+def test_findings_are_chosen_by_code(folder, capsys, options, codes):
+    out = run(capsys, "analyze", "train.py:lock", "--format", "json", *options)[1]
+    assert {row["code"] for row in json.loads(out)["findings"]} == codes
+
+
+def test_codes_must_exist(folder, capsys):
+    assert "no rule 'FC9'" in fails(capsys, "analyze", "train.py:lock", "--select", "FC9")
+    assert "no rule 'FC999': did you mean FC" in fails(capsys, "rule", "FC999")
+
+
+def test_rule_is_explained(capsys):
+    code, out, err = run(capsys, "rule", "fc302")
+    assert (code, err) == (0, "")
+    assert out.startswith("FC302 self captured where an attribute is used (warning)")
+    assert "Instead: x = self.x" in out
+    listed = run(capsys, "rule")[1].splitlines()
+    assert [line.split()[0] for line in listed] == list(RULES)
 
 
 # ---- the view

@@ -77,6 +77,10 @@ class Graph:
     def stream_offset(self, net: int, /) -> int: ...
     def last_push(self, start: int, end: int, /) -> int:
         """Net offset of the last opcode that pushes a value in [start, end), which holds no node; -1 if none."""
+    def select(self, opcodes: bytes, /, min_size: int = 0, limit: int = -1, min_arg: int = 0) -> list[int]:
+        """Nodes that one of these opcodes made, subtree_size >= min_size, arg >= min_arg, in order, at most `limit`."""
+    def select_kinds(self, keys: list[int], /, min_size: int = 0, limit: int = -1) -> list[int]:
+        """Nodes of these kinds (keys of `type_keys`), subtree_size >= min_size, in stream order, at most `limit`."""
     def type_keys(self) -> list[tuple[int, str, int]]:
         """(key, op, example): the distinct kinds of node: by callable for calls, else by opcode."""
     def type_totals(self, meanings: dict[int, int], /) -> dict[int, tuple[int, int]]:

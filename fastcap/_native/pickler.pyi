@@ -34,6 +34,7 @@ class Pickler:
     @memo.setter
     def memo(self, value: PicklerMemoProxy | dict[int, tuple[int, Any]]) -> None: ...
     _native_reduce: Callable[[Pickler, Any], Any] | None
+    _on_unpicklable: Callable[[Any, Exception], int] | None
     def __init__(
         self,
         file: _Writer,

@@ -70,6 +70,11 @@ class _Page(Page):
         what = self.describe(report.type, report.what)
         target = self.fit(self.clean(report.target), max(self.width - cell_len(what) - 2, self.width // 2), middle=True)
         yield [(target, "bold"), ("  ", ""), (self.fit(what, self.width - cell_len(target) - 2), "")]
+        broken = sum(row.severity == "error" and row.code.startswith("FC1") for row in report.findings)
+        if broken:
+            subject = "one part" if broken == 1 else f"{broken:,} parts"
+            text = f"will not pickle, because of {subject}; the sizes are those without"
+            yield from self.wrap(text, "bold red", indent=2)
         sentence, style = _judge(report.limits)
         size = f"payload {format_size(report.payload_size, exact=True)}"
         yield from self.wrap(f"{size}: {self.clean(sentence)}" if sentence else size, style, indent=2)
@@ -211,6 +216,7 @@ class _Page(Page):
 
 def _judge(limits: Sequence[Limit]) -> tuple[str, str]:
     """What the limits say, and the style to say it in."""
+    limits = [limit for limit in limits if limit.effect != "note"]
     exceeded = [limit for limit in limits if limit.exceeded]
     errors = [limit for limit in exceeded if limit.effect == "error"]
     if exceeded:
