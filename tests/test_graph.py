@@ -230,7 +230,7 @@ def test_tables_that_do_not_fit_are_refused(nodes):
 @pytest.mark.parametrize("others", [
     {"references": np.array([(0, 3, 0)], REF)},
     {"references": np.array([(3, 0, 0)], REF)},
-    
+
     {"overheads": struct.pack("QQ", 0, 11)},
     {"overheads": struct.pack("QQQQ", 5, 1, 4, 2)},
     {"holes": struct.pack("QQ", 8, 5)},
