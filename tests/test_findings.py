@@ -425,7 +425,7 @@ def test_many_failures():
 
 @pytest.mark.parametrize("flavor", ["cloudpickle", "joblib.externals.cloudpickle"])
 def test_flavors(flavor):
-    pytest.importorskip(flavor.partition(".")[0], reason=f"{flavor} is not installed")
+    pytest.importorskip(f"{flavor}.cloudpickle", reason=f"{flavor} is not installed")
     assert list(errors(analyze({"f": in_closure(LOCK)}, flavor=flavor))) == ["obj['f']<closure thing>"]
 
 
