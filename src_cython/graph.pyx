@@ -9,7 +9,7 @@ descendant, never to a node further right. Lengauer and Tarjan's algorithm there
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytes cimport PyBytes_FromStringAndSize
 cimport cython
-from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree, PyMem_RawMalloc
+from cpython.mem cimport PyMem_RawCalloc, PyMem_RawFree, PyMem_RawMalloc, PyMem_RawRealloc
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memchr, memcpy, memset
 
@@ -321,16 +321,7 @@ cdef class Graph:
 
     cdef uint32_t first_ref(self, uint32_t target) noexcept:
         """Number of the first reference whose target is not before this node."""
-        cdef uint32_t low = 0
-        cdef uint32_t high = self.ref_count
-        cdef uint32_t middle
-        while low < high:
-            middle = low + (high - low) // 2
-            if self.refs[middle].target < target:
-                low = middle + 1
-            else:
-                high = middle
-        return low
+        return lower_bound(self.refs, self.ref_count, target)
 
     cdef int need_dominators(self) except -1:
         cdef uint32_t* idom
@@ -375,24 +366,29 @@ cdef class Graph:
 
     cdef int need_big(self) except -1:
         """Note the nodes whose subtree is at least 1/2000 of the whole: what is asked is nearly always about these."""
-        cdef uint32_t i
+        cdef uint32_t i = 0
         cdef uint32_t count = 0
+        cdef uint32_t capacity = 1024
         cdef uint64_t least = max(1, self.subtree_size(0) // 2000)
         cdef uint32_t* big
+        cdef uint32_t* moved
         if self.big != NULL:
             return 0
-        for i in range(self.n):
-            count += self.subtree_size(i) >= least
-        big = <uint32_t*>allocate((<size_t>count + 1) * sizeof(uint32_t))
-        count = 0
-        i = 0
+        big = <uint32_t*>allocate(capacity * sizeof(uint32_t))
         while i < self.n:
-            if self.subtree_size(i) >= least:
-                big[count] = i
-                count += 1
-                i += 1
-            else:
+            if self.subtree_size(i) < least:
                 i += self.nodes[i].count  # what is inside is smaller still
+                continue
+            if count == capacity:
+                moved = <uint32_t*>PyMem_RawRealloc(big, 2 * <size_t>capacity * sizeof(uint32_t))
+                if moved == NULL:
+                    PyMem_RawFree(big)
+                    raise MemoryError()
+                big = moved
+                capacity *= 2
+            big[count] = i
+            count += 1
+            i += 1
         self.big_count = count
         self.big_least = least
         self.big = big
@@ -475,7 +471,7 @@ cdef class Graph:
         cdef Py_ssize_t most = limit
         cdef list result = []
         cdef const Ref* edge
-        if references:
+        if references and self.nodes[i].flags & FLAG_REFERS:
             self.need_outgoing()
             self.order_outgoing(i)
             ref, ref_end = self.first_out[i], self.first_out[i + 1]
@@ -847,6 +843,19 @@ cdef inline bint is_push(uint8_t op) noexcept nogil:
             or op == OP_EMPTY_TUPLE or op == OP_GET or op == OP_BINGET or op == OP_LONG_BINGET or op == OP_DUP)
 
 
+cdef uint32_t lower_bound(const Ref* refs, uint32_t count, uint32_t target) noexcept nogil:
+    """How many of the first `count` references, grouped by target, lead to nodes before this one."""
+    cdef uint32_t low = 0
+    cdef uint32_t middle
+    while low < count:
+        middle = low + (count - low) // 2
+        if refs[middle].target < target:
+            low = middle + 1
+        else:
+            count = middle
+    return low
+
+
 # ---- dominators -----------------------------------------------------------------------------------------------------
 
 cdef uint32_t evaluate(uint32_t v, uint32_t linked, uint32_t* ancestor, uint32_t* label, const uint32_t* semi) noexcept nogil:
@@ -900,13 +909,13 @@ cdef void find_dominators(const Node* nodes, const Ref* refs, uint32_t ref_count
             best = parent
             while r > 0 and refs[r - 1].target == v:
                 r -= 1
-                if best == 0:
-                    continue  # cannot be beaten
                 u = refs[r].source
                 if u > v:
                     u = semi[evaluate(u, v, ancestor, label, semi)]
                 if u < best:
                     best = u
+                    if best == 0:  # cannot be beaten
+                        r = lower_bound(refs, r, v)
             semi[v] = best
             idom[v] = idom[best]
             idom[best] = v

@@ -25,8 +25,10 @@ cdef enum Role:
 cdef enum NodeFlag:
     # The node was made from a memo reference: it only holds bytes that belong to a GET (see scanner.pyx, `discard`).
     FLAG_ALIAS = 1
+    # The node holds memo references: only then is it worth looking for them.
+    FLAG_REFERS = 2
     # An array wrapper of joblib that the scanner has paused at: it does so once.
-    FLAG_WRAPPER = 2
+    FLAG_WRAPPER = 4
 
 # "Net" offsets count stream bytes without overhead (PROTO, FRAME, STOP): sizes never have to be corrected for frames.
 # In pkl files a node's span is [start, end) in net offsets; `Graph.stream_offset` turns them into file positions.

@@ -383,6 +383,12 @@ cdef class Pickler:
     Payloads of 64 KiB and more are handed to `write` without a copy. Subclasses may define `persistent_id`,
     `reducer_override` and `dispatch_table` as with `pickle.Pickler`.
 
+    With *compact*, objects that nothing else can reach are left out of the memo, and torch tensors are written as plain
+    buffers: loading gives an equal graph with the same sharing from a smaller stream. Nothing is written before the dump
+    has succeeded. Should a reducer bring up an object that was left out, the dump starts again without leaving anything
+    out, so reducers may be called twice (`buffer_callback` is not). Sharing is kept within one dump; a second dump with
+    the same memo finds only what is memoized. Objects that user code moves about during the dump may come out as copies.
+
     `_native_reduce`, set on the instance or as a class attribute, is a callable f(pickler, obj) called where
     `reducer_override` would be, for functions, classes and objects whose `__class__` is not their type's. A
     `reducer_override` defined in a class nearer to the instance's class takes precedence.
@@ -3356,7 +3362,7 @@ cdef PyObject* state_with_slots(Pickler self, PyObject* obj, PyObject* state, Py
         if value != NULL:
             slots[name] = <object>value
             decref(value)
-    self.epoch += 1
+    called(self)       # a slot may be hidden by a property
     if slots:
         dict_state = (dict_state, slots)
     if dict_state is None:

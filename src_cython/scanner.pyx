@@ -644,6 +644,7 @@ cdef class Scanner:
         ref.source = source
         ref.target = target
         ref.place = place
+        (<Node*>self.nodes.data)[source].flags |= FLAG_REFERS
         self.refs.size += sizeof(Ref)
         self.ref_count += 1
         return 0
@@ -712,7 +713,7 @@ cdef class Scanner:
             self.nodes_sorted = False
         if item.what & 0xFF == TAG_REF:
             node = <Node*>self.nodes.data + index
-            node.flags = FLAG_ALIAS
+            node.flags |= FLAG_ALIAS
             node.arg = target
             self.add_ref(index, target, place_of(ROLE_OPERAND, 0))
         item.what = item.what & 0xFF00 | TAG_NODE
@@ -1081,6 +1082,8 @@ cdef class Scanner:
                                 lane.nodes[item.id].place = place
                             place += 1
                             item += 1
+                        if ref != lane.ref:
+                            node.flags |= FLAG_REFERS
                         lane.ref_room -= <uint64_t>(ref - lane.ref)
                         lane.ref = ref
                         top = lane.fence

@@ -170,8 +170,8 @@ def test_one_pickler_dumps_several_times(protocol):
 @pytest.mark.parametrize("protocol", [0, 1, 2, 3])
 @pytest.mark.parametrize("fix_imports", [True, False])
 def test_imports_are_fixed_alike(protocol, fix_imports):
-    obj = [range, map, zip, collections.UserDict, functools.reduce, Exception, OSError, itertools.filterfalse, sys.intern,
-           ModuleNotFoundError]
+    obj = [range, map, zip, collections.UserDict, functools.reduce, Exception, OSError, itertools.filterfalse,
+           sys.intern, ModuleNotFoundError]
     assert_same(obj, protocol, fix_imports=fix_imports)
 
 
@@ -224,7 +224,8 @@ class Sink:
 @pytest.mark.parametrize("size", [65_536, 200_000])
 def test_big_payloads_are_written_by_reference(size):
     text, data, array, buffer = "t" * size, bytes(size), bytearray(size), bytearray(b"\1" * size)
-    obj = ["start", text, data, array, pickle.PickleBuffer(buffer), pickle.PickleBuffer(memoryview(data + b"!")[1:]), "end"]
+    obj = ["start", text, data, array, pickle.PickleBuffer(buffer),
+           pickle.PickleBuffer(memoryview(data + b"!")[1:]), "end"]
     sink = Sink()
     native.Pickler(sink, 5).dump(obj)
     assert sink.joined() == pickle.dumps(obj, 5)
@@ -619,8 +620,8 @@ odd_name.__qualname__ = "a\nb"
 
 @protocols
 @pytest.mark.parametrize("obj", [
-    Outer, Outer.Middle, Outer.Middle.Inner, Outer.Middle.method, Unnamed, renamed, moved, none_module, odd_module, ünicode,
-    odd_name, *local(), len, "".join, str.join, int.__add__, [].append, dict.fromkeys, type(None), type(...),
+    Outer, Outer.Middle, Outer.Middle.Inner, Outer.Middle.method, Unnamed, renamed, moved, none_module, odd_module,
+    ünicode, odd_name, *local(), len, "".join, str.join, int.__add__, [].append, dict.fromkeys, type(None), type(...),
     type(NotImplemented), io.BytesIO, collections.OrderedDict, dataclasses.dataclass, lambda: None,
 ], ids=repr)
 def test_globals(obj, protocol):
@@ -664,7 +665,7 @@ def fresh_classes():
         pass
 
     class Slots:
-        __slots__ = ("a", "_Slots__b", "__weakref__")
+        __slots__ = ("_Slots__b", "a", "__weakref__")
 
     class Both(Slots):
         pass
@@ -953,8 +954,8 @@ def test_memo_proxy():
 
 
 @pytest.mark.parametrize("memo", [
-    {}, {1: (0, "a")}, {1: (7, "a"), 2: (9, "b")}, {1: (0, "a"), 2: (0, "b")}, {1: (300, "a")}, {1: ("x", "a")}, {1: [0, "a"]},
-    {1: (0,)}, [], None, 5,
+    {}, {1: (0, "a")}, {1: (7, "a"), 2: (9, "b")}, {1: (0, "a"), 2: (0, "b")}, {1: (300, "a")}, {1: ("x", "a")},
+    {1: [0, "a"]}, {1: (0,)}, [], None, 5,
 ])
 @protocols
 def test_memos_made_by_hand(memo, protocol):
@@ -1058,8 +1059,9 @@ def unnest(obj, step):
 
 
 @pytest.mark.parametrize("depth", [100_000, pytest.param(1_000_000, marks=pytest.mark.long)])
-@pytest.mark.parametrize("wrap", [lambda x: [x], lambda x: (x,), lambda x: {"k": x}, lambda x: (x, 1, 2, 3), lambda x: [x, 1],
-                                  lambda x: frozenset([x])], ids=["list", "tuple", "dict", "tuple4", "list2", "frozenset"])
+@pytest.mark.parametrize("wrap", [
+    lambda x: [x], lambda x: (x,), lambda x: {"k": x}, lambda x: (x, 1, 2, 3), lambda x: [x, 1], lambda x: frozenset([x]),
+], ids=["list", "tuple", "dict", "tuple4", "list2", "frozenset"])
 def test_deep_builtins(wrap, depth):
     obj = ()
     for _ in range(depth):
@@ -1129,7 +1131,7 @@ def test_fast_mode_finds_cycles(make):
         pickler.fast = True
 
     for protocol in PROTOCOLS:
-        with pytest.raises((ValueError, RecursionError), match="cyclic objects|recursion"):
+        with pytest.raises((ValueError, RecursionError), match=r"cyclic objects|recursion"):
             write_with(native.Pickler, cycle, protocol, fast)
 
 

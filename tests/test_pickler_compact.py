@@ -293,8 +293,8 @@ def test_errors_leave_a_usable_pickler():
 
 def test_library_containers():
     stamp = datetime.datetime(2020, 1, 2)
-    assert_compact([collections.OrderedDict(a=[1]), collections.deque([[1], [2]]), collections.defaultdict(list, {"a": [1]}),
-                    collections.Counter("abca"), stamp, stamp, [datetime.date(2020, 1, n) for n in range(1, 20)]])
+    assert_compact([collections.OrderedDict(a=[1]), collections.deque([[1], [2]]),
+                    collections.defaultdict(list, {"a": [1]}), collections.Counter("abca"), stamp, stamp, [datetime.date(2020, 1, n) for n in range(1, 20)]])
 
 
 # ---- torch
@@ -310,7 +310,8 @@ def test_tensors(torch):
     tensors = [
         matrix, matrix.T, matrix[1:3], matrix[:, ::2], matrix[2, 3], matrix.view(torch.int32), torch.tensor(5),
         torch.randn(3, requires_grad=True), torch.nn.Parameter(torch.randn(2, 2)), torch.zeros(3).expand(4, 3),
-        torch.nn.Parameter(torch.arange(3), requires_grad=False), torch.empty(0), torch.empty(0, 5), torch.empty(3, 0)[1:],
+        torch.nn.Parameter(torch.arange(3), requires_grad=False), torch.empty(0), torch.empty(0, 5),
+        torch.empty(3, 0)[1:],
         torch.arange(5, dtype=torch.int8)[1:], torch.arange(7, dtype=torch.uint8)[3:],
     ]
     tensors += [torch.ones(3, dtype=getattr(torch, name)) for name in

@@ -183,7 +183,7 @@ def test_writers_that_change_what_is_saved():
     """file.write runs between two items; what it removes must not be touched any more."""
     for clear in ("list", "dict", "set", "nested"):
         big = [[f"item {i} of {clear}" * 3] for i in range(30_000)]
-        obj = {"list": big, "dict": {i: value for i, value in enumerate(big)}, "set": {value[0] for value in big},
+        obj = {"list": big, "dict": dict(enumerate(big)), "set": {value[0] for value in big},
                "nested": [big, big[:], {"k": big}]}[clear]
 
         class Writer:

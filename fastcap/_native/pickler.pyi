@@ -18,6 +18,10 @@ class Pickler:
     ``f(pickler, obj)`` that is asked in the place of ``reducer_override``, but only for functions, classes and objects
     whose ``__class__`` is not their type's.
 
+    ``compact`` leaves objects that nothing else can reach out of the memo and writes torch tensors as plain buffers:
+    loading gives an equal graph with the same sharing. Nothing is written before the dump has succeeded, reducers may
+    be called twice, and sharing is kept within one dump only.
+
     Raises what ``pickle.Pickler`` raises; from Python 3.11 on with a note that gives the path of the object that
     failed. RuntimeError where a dump is started on a pickler that is dumping.
     """
