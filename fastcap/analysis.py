@@ -68,7 +68,7 @@ def analyze(
         scanner = Scanner()
         failures = Failures()
         number = failures.report(obj, error if isinstance(error, Exception) else broken)
-        notes = " ".join(getattr(error, "__notes__", ()))
+        notes = " ".join(map(str, getattr(error, "__notes__", ())))[:200]
         scanner.write(b"\x80\x04cfastcap.findings\nUnpicklable\nJ%b\x85R." % number.to_bytes(4, "little"))
         live = Live((), (), f"pickling ended: {failures[number].error} {notes}".strip())
     return _report(Graph(scanner.finish()), name, options, live=live, failures=failures)

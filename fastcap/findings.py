@@ -13,7 +13,7 @@ import sys
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import PurePath
 from types import CodeType, FunctionType, ModuleType
@@ -370,11 +370,19 @@ def find_all(scene: Scene) -> tuple[Finding, ...]:
     """The findings about one payload, worst first."""
     found: list[Finding] = []
     for check in dict.fromkeys(CHECKS.values()):
-        counts: dict[str, int] = {}
+        by_code: dict[str, list[Finding]] = {}
+        more: dict[str, int] = {}
         for finding in check(scene):
-            counts[finding.code] = counts.get(finding.code, 0) + 1
-            if counts[finding.code] <= _PER_RULE:
-                found.append(finding)
+            kept = by_code.setdefault(finding.code, [])
+            if len(kept) < _PER_RULE:
+                kept.append(finding)
+            else:
+                more[finding.code] = more.get(finding.code, 0) + 1
+        for code, count in more.items():
+            last = by_code[code][-1]
+            by_code[code][-1] = replace(last, message=f"{last.message} [{count:,} more {code}]")
+        for kept in by_code.values():
+            found.extend(kept)
     return tuple(sorted(found, key=lambda each: (_ORDER[each.severity], -each.size, each.code, each.path)))
 
 
@@ -610,7 +618,8 @@ def _is_findable(top: str) -> bool:
 
 
 def _file_of(module: str) -> str:
-    file = getattr(sys.modules.get(module), "__file__", None)
+    loaded = sys.modules.get(module)
+    file = loaded.__dict__.get("__file__") if isinstance(loaded, ModuleType) else None
     return file if isinstance(file, str) else ""
 
 

@@ -300,8 +300,8 @@ def test_301_big_captures():
     assert line == "data_ref = ray.put(data) outside, data = ray.get(data_ref) inside train"
     assert found(analyze(made.small), "FC301") == {}
     assert found(analyze({"data": data}), "FC301") == {}  # no code captured it: it is what was asked for
-    better = script("class ray:\n    def get(ref): return ref\ndef train(config): data = ray.get(data_ref); return data",
-                    data_ref=b"28 bytes of a reference")
+    source = "class ray:\n    def get(ref): return ref\ndef train(config): data = ray.get(data_ref); return data"
+    better = script(source, data_ref=b"28 bytes of a reference")
     assert analyze(better.train).payload_size < analyze(made.train).payload_size / 1000
 
 
