@@ -3251,7 +3251,7 @@ cdef int inspect_type(Pickler self, TypeInfo* info, PyTypeObject* t) except -1:
                  and fastcap_type_getattro(meta))
     # copyreg leaves __slotnames__ in the class, where it would show when the class goes by value. CPython gets there only
     # for an object that no hook and no reducer has taken, so a class that one may take is not asked.
-    plain = plain and not self.has_override and not self.has_pers and dispatched(self, t) is None
+    plain = plain and not self.has_override and not self.has_pers and dispatched(self, t) is MISSING
     if plain:
         # copyreg cannot store its answer in a static type, and would give the same one each time.
         slotnames = slots_of(<object>t) if fastcap_is_heap_type(t) else []

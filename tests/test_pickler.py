@@ -665,7 +665,7 @@ def fresh_classes():
         pass
 
     class Slots:
-        __slots__ = ("_Slots__b", "a", "__weakref__")
+        __slots__ = ("_Slots__b", "__weakref__", "a")
 
     class Both(Slots):
         pass
@@ -1060,7 +1060,8 @@ def unnest(obj, step):
 
 @pytest.mark.parametrize("depth", [100_000, pytest.param(1_000_000, marks=pytest.mark.long)])
 @pytest.mark.parametrize("wrap", [
-    lambda x: [x], lambda x: (x,), lambda x: {"k": x}, lambda x: (x, 1, 2, 3), lambda x: [x, 1], lambda x: frozenset([x]),
+    lambda x: [x], lambda x: (x,), lambda x: {"k": x}, lambda x: (x, 1, 2, 3), lambda x: [x, 1],
+    lambda x: frozenset([x]),
 ], ids=["list", "tuple", "dict", "tuple4", "list2", "frozenset"])
 def test_deep_builtins(wrap, depth):
     obj = ()

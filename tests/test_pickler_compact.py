@@ -294,7 +294,8 @@ def test_errors_leave_a_usable_pickler():
 def test_library_containers():
     stamp = datetime.datetime(2020, 1, 2)
     assert_compact([collections.OrderedDict(a=[1]), collections.deque([[1], [2]]),
-                    collections.defaultdict(list, {"a": [1]}), collections.Counter("abca"), stamp, stamp, [datetime.date(2020, 1, n) for n in range(1, 20)]])
+                    collections.defaultdict(list, {"a": [1]}), collections.Counter("abca"), stamp, stamp,
+                    [datetime.date(2020, 1, n) for n in range(1, 20)]])
 
 
 # ---- torch
