@@ -127,6 +127,13 @@ cdef inline bint memo_rehash(Memo* memo, size_t slot_count) noexcept:
     return True
 
 
+cdef inline bint memo_crowded(Memo* memo) noexcept:
+    """Whether the table needs more slots: half full, or two thirds where the slots of a half would cost megabytes."""
+    if memo.mask < (1 << 17):
+        return <size_t>memo.count * 2 > memo.mask
+    return <size_t>memo.count * 3 > memo.mask * 2
+
+
 cdef inline bint memo_grow(Memo* memo) noexcept:
     """Make room for one more object; false when there is no memory. Slot numbers from memo_find become stale."""
     cdef Py_ssize_t room
@@ -140,14 +147,14 @@ cdef inline bint memo_grow(Memo* memo) noexcept:
         prefer_huge_pages(objects, <size_t>room * sizeof(PyObject*))
         memo.objects = objects
         memo.room = room
-    if <size_t>memo.count * 2 >= slot_count:
+    if memo_crowded(memo):
         return memo_rehash(memo, slot_count * (4 if slot_count < (1 << 17) else 2))
     return True
 
 
 cdef inline bint memo_full(Memo* memo) noexcept:
     """True when memo_grow must run before the next memo_add."""
-    return memo.count == memo.room or <size_t>memo.count * 2 > memo.mask
+    return memo.count == memo.room or memo_crowded(memo)
 
 
 cdef inline void memo_add(Memo* memo, PyObject* key, size_t slot) noexcept:
