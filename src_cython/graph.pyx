@@ -330,10 +330,11 @@ cdef class Graph:
             return 0
         self.need_grouped()
         idom = <uint32_t*>allocate(self.n * sizeof(uint32_t))
-        work = <uint32_t*>PyMem_RawMalloc(3 * <size_t>self.n * sizeof(uint32_t))
-        if work == NULL:
+        try:
+            work = <uint32_t*>allocate(3 * <size_t>self.n * sizeof(uint32_t))
+        except MemoryError:
             PyMem_RawFree(idom)
-            raise MemoryError()
+            raise
         with nogil:
             find_dominators(self.nodes, self.refs, self.ref_count, self.n, idom,
                             work, work + self.n, work + 2 * <size_t>self.n)
@@ -346,18 +347,22 @@ cdef class Graph:
 
     cdef int need_retained(self) except -1:
         cdef uint64_t* retained
+        cdef uint64_t size
         cdef uint32_t i
         if self.retained != NULL:
             return 0
         self.need_dominators()
-        retained = <uint64_t*>allocate(self.n * sizeof(uint64_t))
+        retained = <uint64_t*>PyMem_RawCalloc(self.n, sizeof(uint64_t))
+        if retained == NULL:
+            raise MemoryError()
         with nogil:
-            retained[0] = self.subtree_size(0)
-            for i in range(1, self.n):
-                retained[i] = self.subtree_size(i)
-                retained[self.nodes[i].parent] -= retained[i]
+            # When it is i's turn, its children have taken their sizes off it and what it dominates has been added.
             for i in range(self.n - 1, 0, -1):
+                size = self.subtree_size(i)
+                retained[i] += size
+                retained[self.nodes[i].parent] -= size
                 retained[self.idom[i]] += retained[i]
+            retained[0] += self.subtree_size(0)
         if self.retained != NULL:
             PyMem_RawFree(retained)
             return 0

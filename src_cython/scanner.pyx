@@ -236,6 +236,7 @@ cdef class Scanner:
     cdef int lines_missing      # newlines that the carried opcode still needs
     cdef uint64_t pickle_start  # bytes, net offset where the current pickle began
     cdef bint inside            # a pickle has begun and not seen STOP
+    cdef uint64_t frame_end     # bytes of the stream that a FRAME has claimed
     cdef uint8_t protocol       # largest PROTO argument
     cdef uint8_t implied        # largest protocol of an opcode seen while there was no PROTO
     cdef list roots             # node of each complete pickle
@@ -446,6 +447,9 @@ cdef class Scanner:
             self.become_raw(f"{what} (at byte {at:,})")
         if not self.roots:
             raise PayloadError("the stream is empty", 0)
+        if self.frame_end > self.taken and not self.tail:
+            raise PayloadError(
+                f"a FRAME claims {self.frame_end - self.taken:,} bytes more than the stream has", self.taken)
         if self.buffers_used < len(self.buffer_sizes):
             raise ValueError(
                 f"{len(self.buffer_sizes)} out-of-band buffers were given, the stream uses {self.buffers_used}")
@@ -562,7 +566,7 @@ cdef class Scanner:
         self.overheads.size = self.safe_overheads
         self.overhead = self.safe_overhead
         self.buffers_used = self.safe_buffers
-        self.pending_bytes = self.pending_kept = 0
+        self.pending_bytes = self.pending_kept = self.frame_end = 0
         self.inside = False
         self.tail = why or "unknown"
         return 0
@@ -1296,7 +1300,12 @@ cdef class Scanner:
                 self.fail("APPEND with too few items on the stack", at)
             self.extend(self.depth - 1, ROLE_ITEM, after, at)
         elif op == OP_FRAME:
-            pass
+            n = read_u64(p + 1)
+            if n > LARGEST_CLAIM:
+                self.fail(f"FRAME claims {n:,} bytes", at)
+            # The unpickler reads a frame as a whole: it has to be there, whatever of it is used.
+            if at + LONGEST_HEADER + n > self.frame_end:
+                self.frame_end = at + LONGEST_HEADER + n
         elif op == OP_PROTO:
             if p[1] > 5:
                 self.fail(f"protocol {p[1]} is not known (0 to 5 are)", at)

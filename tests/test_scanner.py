@@ -124,6 +124,8 @@ def test_what_is_no_pickle_is_refused_at_once(data):
     (b"\x80\x04\xff.", 2, "0xff"),
     (b"\x80\x04]\x94", 4, "STOP"),
     (b"\x80\x04X\x05\x00\x00\x00ab", 9, "3 bytes before"),
+    (b"\x80\x04\x95\x04\x00\x00\x00\x00\x00\x00\x00N.", 13, "FRAME claims 2 bytes more"),
+    (b"\x80\x04\x95" + b"\xff" * 8 + b"N.", 2, "FRAME claims"),
 ])
 def test_a_broken_stream_is_named_with_its_offset(stream, offset, word):
     for chunk in (1, None):
