@@ -298,7 +298,9 @@ def scan_only(obj: Any) -> Callable[[], Any]:
 
 
 def scan_report(obj: Any) -> Callable[[], Any]:
-    return functools.partial(part_of("fastcap", "scan"), stream_of(obj))
+    """The whole report: tree, captures, types and limits are made when they are looked at."""
+    scan, stream = part_of("fastcap", "scan"), stream_of(obj)
+    return lambda: scan(stream).details
 
 
 def genops(obj: Any) -> Callable[[], Any]:

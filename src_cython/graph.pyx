@@ -69,7 +69,7 @@ cdef class Graph:
 
     cdef Py_buffer nodes_view, refs_view, skeleton_view, holes_view, overheads_view
     cdef int view_count                 # how many of those are held
-    cdef const Node* nodes              # borrowed from nodes_view, likewise below
+    cdef Node* nodes                    # borrowed from nodes_view, likewise below
     cdef Ref* refs                      # borrowed, but ours alone to reorder
     cdef bint refs_grouped              # by target, in rising order
     cdef const uint8_t* skeleton
@@ -103,12 +103,12 @@ cdef class Graph:
         if self.view_count:
             raise TypeError("Graph.__init__ may be called only once")
         for field, source in enumerate((tables.nodes, tables.references, tables.skeleton, tables.holes, tables.overheads)):
-            if field == 1 and memoryview(source).readonly and not isinstance(source, Block):
+            # nodes and references are worked on in place, see `check` and `need_grouped`
+            if field < 2 and not isinstance(source, Block) and memoryview(source).readonly:
                 source = bytearray(source)
-            # the references are sorted in place, see `need_dominators`
-            PyObject_GetBuffer(source, self.view(field), PyBUF_WRITABLE if field == 1 else PyBUF_SIMPLE)
+            PyObject_GetBuffer(source, self.view(field), PyBUF_WRITABLE if field < 2 else PyBUF_SIMPLE)
             self.view_count += 1
-        self.nodes = <const Node*>self.nodes_view.buf
+        self.nodes = <Node*>self.nodes_view.buf
         self.refs = <Ref*>self.refs_view.buf
         self.skeleton = <const uint8_t*>self.skeleton_view.buf
         self.hole_table = <const Hole*>self.holes_view.buf
@@ -169,10 +169,14 @@ cdef class Graph:
         return &self.overheads_view
 
     cdef int check(self) except -1:
-        """Everything that later code relies on. One pass; the tables may come from anywhere."""
-        cdef const Node* node
-        cdef const Node* parent
+        """Everything that later code relies on but the references, see `need_grouped`. The tables may come from anywhere.
+
+        Fills in `Node.count`: a node's subtree ends where the first node begins that is not below it.
+        """
+        cdef Node* nodes = self.nodes
+        cdef Node* node = nodes
         cdef uint32_t i
+        cdef uint32_t inner = 0     # innermost node whose subtree may go on
         cdef uint32_t bad = NO_INDEX
         cdef uint64_t net_size
         cdef Py_ssize_t h
@@ -181,31 +185,24 @@ cdef class Graph:
             raise ValueError("more overhead than stream")
         net_size = self.stream_size - self.overhead
         with nogil:
-            node = &self.nodes[0]
-            if node.parent != NO_INDEX or node.count != self.n or node.start != 0 or node.end != net_size \
-                    or names_no_node(node, self.n):
+            if node.parent != NO_INDEX or node.start != 0 or node.end != net_size or names_no_node(node, self.n):
                 bad = 0
             for i in range(1, self.n):
-                node = &self.nodes[i]
-                if node.parent >= i:
+                node = &nodes[i]
+                while node.parent != inner and inner != 0 and nodes[inner].end <= node.start:
+                    nodes[inner].count = i - inner
+                    inner = nodes[inner].parent
+                if (node.parent != inner or node.start < nodes[inner].start or node.end > nodes[inner].end
+                        or node.start > node.end or names_no_node(node, self.n)):
                     bad = i
                     break
-                parent = &self.nodes[node.parent]
-                if (node.count == 0 or node.count > self.n - i or i + node.count > node.parent + parent.count
-                        or node.end < node.start or node.start < parent.start or node.end > parent.end
-                        or (node.parent != i - 1 and (node.start < self.nodes[i - 1].end or i != next_after(self.nodes, i)))
-                        or names_no_node(node, self.n)):
-                    bad = i
-                    break
+                inner = i
+            while bad == NO_INDEX and inner != 0:
+                nodes[inner].count = self.n - inner
+                inner = nodes[inner].parent
+            nodes[0].count = self.n
         if bad != NO_INDEX:
-            raise ValueError(f"node {bad} of {self.n} does not fit into the tree: {self.nodes[bad]}")
-        with nogil:
-            for i in range(self.ref_count):
-                if self.refs[i].source >= self.n or self.refs[i].target >= self.n:
-                    bad = i
-                    break
-        if bad != NO_INDEX:
-            raise ValueError(f"reference {bad} of {self.ref_count} does not fit: {self.refs[bad]}")
+            raise ValueError(f"node {bad} of {self.n} does not fit into the tree: {nodes[bad]}")
         for h in range(self.hole_count):
             if (self.hole_table[h].missing <= missing or self.hole_table[h].at + (self.hole_table[h].missing - missing) > net_size
                     or (h and self.hole_table[h].at < self.hole_table[h - 1].at + (missing - (self.hole_table[h - 2].missing if h > 1 else 0)))):
@@ -251,6 +248,9 @@ cdef class Graph:
         free = start + n + 1
         memset(start, 0, (<size_t>n + 1) * sizeof(uint32_t))
         for i in range(self.ref_count):
+            if refs[i].source >= n or refs[i].target >= n:
+                PyMem_RawFree(start)
+                raise ValueError(f"reference {i} of {self.ref_count} does not fit: {refs[i]}")
             start[refs[i].target + 1] += 1
         for i in range(n):
             start[i + 1] += start[i]
@@ -812,14 +812,6 @@ cdef inline object signed(uint32_t index):
 cdef inline bint names_no_node(const Node* node, uint32_t n) noexcept nogil:
     """Whether `arg` should be the index of a node and is not."""
     return (is_call(node.op) or node.flags & FLAG_ALIAS) and node.arg != NO_INDEX and node.arg >= n
-
-
-cdef inline uint32_t next_after(const Node* nodes, uint32_t i) noexcept nogil:
-    """Where, in preorder, the sibling before node i says that i begins (i itself if the tables are sound)."""
-    cdef uint32_t before = i - 1
-    while nodes[before].parent != nodes[i].parent and nodes[before].parent != NO_INDEX:
-        before = nodes[before].parent
-    return before + nodes[before].count if nodes[before].parent == nodes[i].parent else NO_INDEX
 
 
 cdef uint64_t atom_size(const uint8_t* p, const uint8_t* limit) noexcept nogil:

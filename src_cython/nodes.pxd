@@ -36,7 +36,7 @@ cdef struct Node:
     uint64_t start    # bytes, net offset of the first byte of the span
     uint64_t end      # bytes, net offset one past the span
     uint32_t parent   # index of the parent; NO_INDEX for the root
-    uint32_t count    # nodes in the subtree, itself included
+    uint32_t count    # nodes in the subtree, itself included; the graph fills it in
     uint32_t place    # Role << ROLE_SHIFT | position in the parent
     uint32_t arg      # containers: number of items or pairs; calls (REDUCE, NEWOBJ, NEWOBJ_EX, OBJ): index of the callable or
                       # NO_INDEX; tuples and STACK_GLOBAL: operands; NEXT_BUFFER: number of the buffer; aliases: the target

@@ -70,6 +70,7 @@ cdef struct Lane:             # the fast lane's copies of what the scanner's att
 
 cdef enum:
     LONGEST_HEADER = 9  # opcode and 8-byte length
+    LANE_ROOM = 1024    # items and nodes: what the fast lane wants to have room for when it is entered
 
 cdef uint64_t LARGEST_CLAIM = 1ULL << 62  # bytes; a longer argument cannot exist and would overflow offsets
 
@@ -473,7 +474,7 @@ cdef class Scanner:
         self.sparse_memo = None
         if not self.nodes_sorted or root != 0:
             self.sort_nodes(root)
-        self.count_subtrees()
+        (<Node*>self.nodes.data)[0].place = 0  # it counted items
         return Tables(self.nodes, self.refs, self.skeleton, self.holes, self.overheads, self.buffer_sizes,
                       self.taken, max(self.protocol, self.implied), len(self.roots), self.memo_missed, self.tail)
 
@@ -665,7 +666,7 @@ cdef class Scanner:
         cdef Item* item
         cdef Py_ssize_t capacity
         if self.depth == self.stack_capacity:
-            capacity = max(256, self.stack_capacity * 2)
+            capacity = max(2 * LANE_ROOM, self.stack_capacity * 2)
             item = <Item*>PyMem_RawRealloc(self.stack, capacity * sizeof(Item))
             if item == NULL:
                 raise MemoryError()
@@ -978,25 +979,26 @@ cdef class Scanner:
         cdef uint64_t net, after, n, kept, here
         cdef uint8_t op
         cdef OpInfo* info
-        cdef const uint8_t* lane_end = end - LONGEST_HEADER  # before this, every header is here whole
+        # Before this, the fast lane has room: each opcode takes a byte at least, and one item and one node at most; and
+        # every header is here whole.
+        cdef const uint8_t* lane_end
         # the fast lane's copies of the tables' ends, see `enter`; those changed at every opcode as plain variables
         cdef Lane lane
         cdef Item* top
-        cdef uint64_t room
         cdef uint32_t node_count
         cdef Item* item
         cdef Node* node
         cdef Ref* ref
         cdef uint32_t index, place, step
         self.enter(&lane)
-        top, room, node_count = lane.top, lane.room, lane.node_count
+        top, node_count = lane.top, lane.node_count
+        lane_end = p + min(lane.room, <uint64_t>max(0, end - p - LONGEST_HEADER))
         while p < end:
             op = p[0]
             info = &OPS[op]
             q = p + info.header
             net = shift + <uint64_t>p
-            if room and p < lane_end:
-                room -= 1
+            if p < lane_end:
                 if info.lane == LANE_ATOM:
                     top.start = net
                     top.what = TAG_ATOM | <uint32_t>op << 8
@@ -1152,8 +1154,9 @@ cdef class Scanner:
             self.execute(op, p, q, net, shift + <uint64_t>q + self.pending_bytes, self.taken + <uint64_t>(p - data))
             self.make_room()
             self.enter(&lane)
-            top, room, node_count = lane.top, lane.room, lane.node_count
+            top, node_count = lane.top, lane.node_count
             p = q
+            lane_end = p + min(lane.room, <uint64_t>max(0, end - p - LONGEST_HEADER))
             if self.pending_bytes or self.paused:
                 break
         lane.top, lane.node_count = top, node_count
@@ -1198,14 +1201,14 @@ cdef class Scanner:
         """Room for some stack items and nodes, so that the fast lane can go on."""
         cdef Item* stack
         cdef Py_ssize_t capacity
-        if self.stack_capacity - self.depth < 32:
-            capacity = max(256, self.stack_capacity * 2)
+        if self.stack_capacity - self.depth < LANE_ROOM:
+            capacity = max(2 * LANE_ROOM, self.stack_capacity * 2)
             stack = <Item*>PyMem_RawRealloc(self.stack, capacity * sizeof(Item))
             if stack == NULL:
                 raise MemoryError()
             self.stack = stack
             self.stack_capacity = capacity
-        self.nodes.reserve(32 * sizeof(Node))
+        self.nodes.reserve(LANE_ROOM * sizeof(Node))
         return 0
 
     cdef int execute(self, uint8_t op, const uint8_t* p, const uint8_t* q, uint64_t net, uint64_t after,
@@ -1491,16 +1494,6 @@ cdef class Scanner:
         if number != 0:
             raise SystemError(f"fastcap: {number} nodes of a scan are not reachable from its root")
         return 0
-
-    cdef void count_subtrees(self) noexcept:
-        cdef Node* nodes = <Node*>self.nodes.data
-        cdef uint32_t i
-        with nogil:
-            for i in range(self.node_count - 1, 0, -1):
-                nodes[i].count += 1
-                nodes[nodes[i].parent].count += nodes[i].count
-            nodes[0].count += 1
-            nodes[0].place = 0
 
 
 cdef inline void fill_node(Node* node, uint8_t op, uint64_t start, uint64_t end) noexcept nogil:

@@ -189,6 +189,7 @@ def test_type_totals_close():
         graph.type_totals({10**6: 1})
 
 
+# `count` is for the graph to fill in
 GOOD = [(0, 10, 0xFFFFFFFF, 3, 0, 0, 0xFFFFFFFF, 0x5D, 0, 0), (1, 4, 0, 1, 0, 0, 0xFFFFFFFF, 0x5D, 0, 0),
         (5, 9, 0, 1, 0, 0, 0xFFFFFFFF, 0x5D, 0, 0)]
 
@@ -203,17 +204,11 @@ def changed(row, **fields):
 @pytest.mark.parametrize("nodes", [
     [],
     changed(0, parent=0),
-    changed(0, count=2),
-    changed(0, count=4),
     changed(0, end=11),
     changed(0, start=1),
     changed(1, parent=1),
     changed(1, parent=2),
     changed(1, parent=0xFFFFFFFF),
-    changed(1, count=0),
-    changed(1, count=2),
-    changed(1, count=3),
-    changed(1, count=0xFFFFFFFF),
     changed(1, start=4, end=3),
     changed(1, end=6),
     changed(2, end=11),
@@ -228,8 +223,6 @@ def test_tables_that_do_not_fit_are_refused(nodes):
 
 
 @pytest.mark.parametrize("others", [
-    {"references": np.array([(0, 3, 0)], REF)},
-    {"references": np.array([(3, 0, 0)], REF)},
 
     {"overheads": struct.pack("QQ", 0, 11)},
     {"overheads": struct.pack("QQQQ", 5, 1, 4, 2)},
@@ -242,6 +235,13 @@ def test_tables_that_do_not_fit_are_refused(nodes):
 def test_side_tables_that_do_not_fit_are_refused(others):
     with pytest.raises(ValueError):
         Graph(tables(GOOD, **others))
+
+
+@pytest.mark.parametrize("reference", [(0, 3, 0), (3, 0, 0), (0xFFFFFFFF, 0, 0)])
+def test_references_that_do_not_fit_are_refused_before_their_first_use(reference):
+    for question in (Graph.dominators, Graph.sizes, lambda graph: graph.node(0), lambda graph: graph.referrers(0)):
+        with pytest.raises(ValueError, match="reference 0 of 1"):
+            question(Graph(tables(GOOD, [reference])))
 
 
 def test_questions_out_of_range():

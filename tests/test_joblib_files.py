@@ -4,6 +4,7 @@ import io
 import os
 import pickle
 import random
+import struct
 import subprocess
 import sys
 import time
@@ -297,6 +298,8 @@ def test_a_description_that_refers_to_itself():
     head = write_wrapper((3,))
     # ``wrapper.__setstate__({"shape": <the list that holds the wrapper>})``: memo entry 0
     data = head.rpartition(b"\x8c\x05shape")[0] + b"\x8c\x05shapeh\x00ub."
+    assert data[2:3] == b"\x95"
+    data = data[:3] + struct.pack("<Q", len(data) - 11) + data[11:]  # its frame is shorter now
     with pytest.raises(PayloadError, match="description"):
         scan(Pipe(data))
     assert scan(data).payload_size == len(data)  # read again as the ordinary pickle that it is
