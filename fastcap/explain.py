@@ -343,6 +343,8 @@ class Explainer:
             if place.part.how is not None:
                 where = self.subject(place.above).where
                 file, line = where() if where is not None else (None, None)
+                if place.part.how == "class attribute":
+                    line = None  # that of a method: nothing says where the attribute is
                 return Origin(place.part.how, place.part.name, link, place.above, file, line)
             link = place.above
         return None
@@ -544,13 +546,20 @@ class Call:
     @cached_property
     def setter_state(self) -> dict[str, Any]:
         """Entries of the slot state that cloudpickle's state setter is given, strings read."""
+        return {name: self.reader.string(value) for name, value in self._setter_entries(1).items()}
+
+    @cached_property
+    def setter_attributes(self) -> dict[str, Any]:
+        """The first entries of the ``__dict__`` that cloudpickle's state setter is given."""
+        return self._setter_entries(0)
+
+    def _setter_entries(self, position: int) -> dict[str, Any]:
         for edge in self.reader.graph.edges(self.index, 0, 16, False):
             if edge.role == DISCARD:
                 args = Call(self.explainer, edge.target).args
                 state = self.reader.sequence(args[1].index, 2) if len(args) == 2 and isinstance(args[1], At) else []
-                if len(state) == 2 and isinstance(state[1], At):
-                    entries = self.reader.pairs(state[1].index, 24)
-                    return {name: self.reader.string(value) for name, value in entries.items()}
+                if len(state) == 2:
+                    return self.reader.pairs(state[position].index, 24) if isinstance(state[position], At) else {}
         return {}
 
 
@@ -993,12 +1002,12 @@ def _container(kind: str, contents: int | None = None) -> Maker:
 
 # cloudpickle: functions
 
-# Length of the argument tuple of types.CodeType -> positions of (argcount, kwonlyargcount, code, varnames, filename,
-# name, firstlineno, freevars). cloudpickle writes the layout of the Python that pickles.
+# Length of the argument tuple of types.CodeType -> positions of (argcount, varnames, filename, name, qualname,
+# firstlineno, freevars). cloudpickle writes the layout of the Python that pickles.
 _CODE_LAYOUTS: Final = {
-    15: (0, 1, 5, 8, 9, 10, 11, 13),  # 3.7: no positional-only arguments
-    16: (0, 2, 6, 9, 10, 11, 12, 14),  # 3.8 to 3.10
-    18: (0, 2, 6, 9, 10, 11, 13, 16),  # 3.11 on: qualified name, exception table
+    15: (0, 8, 9, 10, None, 11, 13),  # 3.7: no positional-only arguments
+    16: (0, 9, 10, 11, None, 12, 14),  # 3.8 to 3.10
+    18: (0, 9, 10, 11, 12, 13, 16),  # 3.11 on: qualified name, exception table
 }
 
 
@@ -1007,6 +1016,7 @@ class _Code:
     """What a code object's arguments say."""
 
     name: str | None = None
+    qualified: str | None = None  # where the code was compiled; None before Python 3.11
     file: str | None = None
     line: int | None = None
     argument_count: int = 0
@@ -1023,11 +1033,12 @@ def _read_code(x: Explainer, value: Any) -> _Code:
     layout = _CODE_LAYOUTS.get(len(call.args))
     if layout is None:
         return _Code()
-    argument_count, _, _, variables, file, name, line, free = layout
+    argument_count, variables, file, name, qualified, line, free = layout
     count = call.args[argument_count]
     number = call.args[line]
     return _Code(
         call.text(name),
+        call.text(qualified) if qualified is not None else None,
         call.text(file),
         number if isinstance(number, int) else None,
         count if isinstance(count, int) else 0,
@@ -1043,13 +1054,39 @@ def _names(x: Explainer, value: Any) -> tuple[Any, ...]:
 
 
 def _where_function(call: Call, code: _Code) -> tuple[str | None, int | None]:
-    """File and line of a function. cloudpickle 3.1.3 blanks the file in the code object; the globals still have it."""
-    file = code.file if code.file and code.file != "<dynamic-code>" else None
-    if file is None:
+    """File and line of a function; (None, None) for one that was not compiled from a file.
+
+    cloudpickle 3.1.3 writes ``<dynamic-code>`` for each file name. The globals still have that of their module, which
+    holds for all but what a library has generated in the module's name.
+    """
+    file = code.file
+    if file == "<dynamic-code>":
         base = call.argument(1)
         entries = call.reader.pairs(base.index, 8) if isinstance(base, At) else {}
-        file = call.reader.string(entries.get("__file__")) or call.reader.string(entries.get("__name__"))
-    return (short_file(file) if file else None), code.line
+        file = None if _is_generated(call, code) else call.reader.string(entries.get("__file__"))
+    if not file or file.startswith("<"):
+        return None, None
+    return short_file(file), code.line
+
+
+def _is_generated(call: Call, code: _Code) -> bool:
+    """Whether a function's code comes from a string, as the methods do that dataclasses and attrs make.
+
+    Such a function is given its qualified name by hand: its code was compiled under another one. So is a wrapper
+    (`functools.wraps`), which says what it wraps.
+    """
+    qualified = call.setter_state.get("__qualname__")
+    if qualified is None or code.name is None:
+        return False
+    if "__wrapped__" in call.setter_attributes:
+        return False
+    if code.qualified is not None:
+        return code.qualified != qualified
+    # Before 3.11 code has its last name only; dataclasses compile each method in the second line of a text.
+    last: str = qualified.rpartition(".")[2]
+    if code.name.startswith("__") and code.line is not None and code.line <= 2:
+        return True
+    return last != code.name
 
 
 def _function(call: Call) -> Subject:
@@ -1173,15 +1210,32 @@ def _class_subject(call: Call, kind: str, name: str | None, args: Callable[[int,
 
 
 def _where_class(call: Call) -> tuple[str | None, int | None]:
-    """A class has no line of its own before 3.13: that of the first of its methods stands for it."""
+    """Where the first of a class's own methods is; (None, None) if it has none.
+
+    Not where the class begins: before Python 3.13 a class does not know.
+    """
     x = call.explainer
+    name = call.text(1)
+    attributes = call.setter_attributes
+    makers = not attributes.keys().isdisjoint(("__dataclass_fields__", "__attrs_attrs__"))
     places = []
     for head in x.parts(call.index, min_size=1 << 62, limit=64).heads:
+        if x.subject(head).type in ("property", "staticmethod", "classmethod"):
+            inner = Call(x, head).argument(0)
+            head = x.reader.resolve(inner.index) if isinstance(inner, At) else head
         subject = x.subject(head)
-        if subject.type == "function" and subject.where is not None:
-            file, line = subject.where()
-            if file is not None and line is not None:
-                places.append((line, file))
+        if subject.type != "function" or subject.where is None:
+            continue
+        function = Call(x, head)
+        code = _read_code(x, function.argument(0))
+        qualified = code.qualified or function.setter_state.get("__qualname__") or ""
+        if qualified.split(".")[-2:] != [name, code.name]:
+            continue  # a method of another class, or a wrapper around one
+        if code.qualified is None and makers and (code.name or "").startswith("__"):
+            continue  # before 3.11 it does not show who wrote it
+        file, line = subject.where()
+        if file is not None and line is not None:
+            places.append((line, file))
     line, file = min(places, default=(None, None))
     return file, line
 
