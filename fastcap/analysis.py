@@ -442,7 +442,8 @@ def _capture(explainer: Explainer, head: int) -> Capture:
     return Capture(
         path=explainer.path(head) or "", type=subject.type, what=subject.what,
         self_size=min(explainer.parts(head, min_size=_NONE, limit=_CHILDREN).own_size, view.retained_size),
-        subtree_size=view.subtree_size, retained_size=view.retained_size, shared_by=explainer.holders(head),
+        subtree_size=view.subtree_size, retained_size=view.retained_size,
+        shared_by=explainer.holders(head, inherited=True),
         how=how, name=name, captured=captured, captured_type=captured_type, by=by, file=file, line=line,
     )  # fmt: skip
 

@@ -51,6 +51,12 @@ UNPICKLABLE: Final = "fastcap.findings.Unpicklable"
 _MAX_CHAIN = 4096
 """Ancestors that are looked at to place one node; deeper nodes have no path."""
 
+_MAX_LENDERS = 256
+"""Ancestors whose other holders count as holders of what is in them."""
+
+_MAX_REFERENCES = 4096
+"""References to one node that are looked at to tell who holds it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -356,36 +362,58 @@ class Explainer:
             return format_root(self.root_name)
         return str(place.part.step)
 
-    def holders(self, head: int, limit: int = 10) -> tuple[str, ...]:
-        """Paths of those who hold a memo reference to an object, except from within itself."""
-        place = self.place(head)
-        if place is None:
-            return ()
-        end = head + self.reader.view(head).count
-        found: dict[str, None] = {}
-        for target in (head, *place.wrappers):
-            for source in self.graph.referrers(target, 4 * limit):
-                if head <= source < end:
-                    continue
-                path = self._holder(source, target)
-                if path is not None and len(found) < limit:
-                    found[path] = None
-        found.pop(self.path(head) or "", None)
-        return tuple(found)
+    def holders(self, head: int, limit: int = 10, *, inherited: bool = False) -> tuple[str, ...]:
+        """Paths of those who hold a memo reference to an object, except from within itself.
 
-    def _holder(self, source: int, target: int) -> str | None:
+        With ``inherited`` also the paths that lead to it through references to the objects that it lies in.
+        """
+        path = self.path(head)
+        if path is None:
+            return ()
+        found = dict.fromkeys(self._references(head, limit))
+        link = self._places[head].above if inherited else None
+        for _ in range(_MAX_LENDERS):
+            if link is None or len(found) > limit:
+                break
+            rest = path[len(self._paths[link]) :]
+            found.update(dict.fromkeys(held + rest for held in self._references(link, limit, exact=True)))
+            link = self._places[link].above
+        found.pop(path, None)
+        return tuple(itertools.islice(found, limit))
+
+    def _references(self, head: int, limit: int, *, exact: bool = False) -> Iterator[str]:
+        """The paths of the references to an object from outside of it, about so many.
+
+        Unless they have to be exact, a place that has no path itself is shown as the object that it belongs to.
+        """
+        end = head + self.reader.view(head).count
+        for target in (head, *self._places[head].wrappers):
+            # One for each reference, in stream order: what refers to an object from inside of it comes first.
+            sources = dict.fromkeys(s for s in self.graph.referrers(target, _MAX_REFERENCES) if not head <= s < end)
+            for source in itertools.islice(sources, 4 * limit):
+                yield from self._references_from(source, target, limit, exact)
+
+    def _references_from(self, source: int, target: int, limit: int, exact: bool) -> Iterator[str]:
         place = self.place(source)
         base = self.path(source)
-        if place is None or base is None or place.route is None or self.reader.view(source).op in GETS:
-            return base
-        for edge in self.graph.edges(source, 1 << 62, 2048):
-            if edge.is_reference and edge.target == target:
-                shape = self.shape(place, source, edge)
-                part = shape.part if isinstance(shape, Glue) else shape
-                if isinstance(part, Part):
-                    return base + str(part.step)
-                return None
-        return base
+        if place is None or base is None:
+            return
+        hidden = place.route is None or self.reader.view(source).op in GETS
+        if not hidden:
+            steps: list[str] = []
+            hidden = True
+            for edge in self.graph.edges(source, 1 << 62, 2048):
+                if edge.is_reference and edge.target == target:
+                    hidden = False
+                    shape = self.shape(place, source, edge)
+                    part = shape.part if isinstance(shape, Glue) else shape
+                    if isinstance(part, Part):
+                        steps.append(str(part.step))
+                        if len(steps) > limit:
+                            break
+            yield from (base + step for step in steps)
+        if hidden and not exact:
+            yield base
 
     # --- values ------------------------------------------------------------------------------------------------------
 
@@ -1075,7 +1103,7 @@ def _is_generated(call: Call, code: _Code) -> bool:
     Such a function is given its qualified name by hand: its code was compiled under another one. So is a wrapper
     (`functools.wraps`), which says what it wraps.
     """
-    qualified = call.setter_state.get("__qualname__")
+    qualified: str | None = call.setter_state.get("__qualname__")
     if qualified is None or code.name is None:
         return False
     if "__wrapped__" in call.setter_attributes:
@@ -1083,10 +1111,9 @@ def _is_generated(call: Call, code: _Code) -> bool:
     if code.qualified is not None:
         return code.qualified != qualified
     # Before 3.11 code has its last name only; dataclasses compile each method in the second line of a text.
-    last: str = qualified.rpartition(".")[2]
     if code.name.startswith("__") and code.line is not None and code.line <= 2:
         return True
-    return last != code.name
+    return qualified.rpartition(".")[2] != code.name
 
 
 def _function(call: Call) -> Subject:
@@ -1215,7 +1242,7 @@ def _where_class(call: Call) -> tuple[str | None, int | None]:
     Not where the class begins: before Python 3.13 a class does not know.
     """
     x = call.explainer
-    name = call.text(1)
+    module, _, name = (x.call_name(At(call.index)) or "").rpartition(".")
     attributes = call.setter_attributes
     makers = not attributes.keys().isdisjoint(("__dataclass_fields__", "__attrs_attrs__"))
     places = []
@@ -1231,8 +1258,11 @@ def _where_class(call: Call) -> tuple[str | None, int | None]:
         qualified = code.qualified or function.setter_state.get("__qualname__") or ""
         if qualified.split(".")[-2:] != [name, code.name]:
             continue  # a method of another class, or a wrapper around one
-        if code.qualified is None and makers and (code.name or "").startswith("__"):
-            continue  # before 3.11 it does not show who wrote it
+        if code.qualified is None:  # before 3.11 it does not show who wrote it
+            base = function.argument(1)
+            entries = x.reader.pairs(base.index, 8) if isinstance(base, At) else {}
+            if x.reader.string(entries.get("__name__")) != module or (makers and (code.name or "").startswith("__")):
+                continue
         file, line = subject.where()
         if file is not None and line is not None:
             places.append((line, file))

@@ -137,6 +137,72 @@ def test_sharing_is_charged_once():
     assert {"obj['a']", "obj['a']['data']"} <= {row.path for row in report.nodes}
 
 
+class Owner:
+    def __init__(self, **attributes):
+        vars(self).update(attributes)
+
+    def first(self):
+        return self
+
+    def second(self):
+        return self
+
+
+def shared_owner():
+    owner = Owner(big=BLOB)
+    return {"handlers": [owner.first, owner.second], "last": (owner,)}
+
+
+def shared_by_functions():
+    inner = {"deep": [BLOB]}
+    return [lambda: inner, lambda: [inner, inner]]
+
+
+def containing_itself():
+    loop = {"big": BLOB}
+    loop["again"] = loop
+    return {"loop": loop, "other": [loop]}
+
+
+def with_many_back_references():
+    owner = Owner(parts=[Owner() for _ in range(500)], big=BLOB)
+    for part in owner.parts:
+        part.owner = owner
+    return {"first": owner, "second": owner}
+
+
+def repeated():
+    item = [bytes(50_000)]
+    return {"a": [item] * 3, "b": {"c": item}}
+
+
+HELD = {
+    "one parent, several times": (lambda: {"a": [BLOB] * 3}, "obj['a'][0]", ["obj['a'][1]", "obj['a'][2]"]),
+    "one parent, by two steps": (
+        lambda: {"x": Owner(a=BLOB, b=BLOB), "y": BLOB},
+        "obj['x'].a", ["obj['x'].b", "obj['y']"],
+    ),
+    "the owner of bound methods": (
+        shared_owner, "obj['handlers'][0]<self>.big", ["obj['handlers'][1]<self>.big", "obj['last'][0].big"],
+    ),
+    "a cell's content": (shared_by_functions, "obj[0]<closure inner>['deep'][0]", ["obj[1]<closure inner>['deep'][0]"]),
+    "an object that holds itself": (containing_itself, "obj['loop']['big']", ["obj['other'][0]['big']"]),
+    "an object that its parts refer to": (with_many_back_references, "obj['first'].big", ["obj['second'].big"]),
+    "what lies in an item": (repeated, "obj['a'][0][0]", ["obj['a'][1][0]", "obj['a'][2][0]", "obj['b']['c'][0]"]),
+    "more than are told": (lambda: [{"k": BLOB}] * 100, "obj[0]['k']", [f"obj[{n}]['k']" for n in range(1, 11)]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_everyone_who_holds_a_capture_is_told(name):
+    make, path, holders = HELD[name]
+    report = scan(cloudpickle.dumps(make()))
+    capture = report.captures[0]
+    assert (capture.path, sorted(capture.shared_by)) == (path, sorted(holders))
+    for holder in holders:
+        assert report.find(holder).retained_size == capture.retained_size
+
+
 CULPRITS = {
     "one attribute": (lambda: {"x": 1, "y": {"z": BLOB}}, ["obj['y']['z']"]),
     "two of the same order": (lambda: {"a": BLOB, "b": bytes(70_000)}, ["obj['a']", "obj['b']"]),
