@@ -51,6 +51,9 @@ UNPICKLABLE: Final = "fastcap.findings.Unpicklable"
 _MAX_CHAIN = 4096
 """Ancestors that are looked at to place one node; deeper nodes have no path."""
 
+_HEAVY_KEY = 4096
+"""Bytes from which on a string that is a key counts as an object below the dict."""
+
 _MAX_LENDERS = 256
 """Ancestors whose other holders count as holders of what is in them."""
 
@@ -670,9 +673,9 @@ def _entries(x: Explainer, part: Callable[[Any, Step, int], Shape]) -> Route:
 
 
 def _key(x: Explainer, edge: Edge) -> Shape:
-    """A key: of the dict's own, unless it is a structure."""
+    """A key: of the dict's own, unless it is a structure or so big that it has to be named."""
     view = x.reader.view(x.reader.resolve(edge.target))
-    plain = view.count == 1 or view.op in TEXTS or view.op in BYTES
+    plain = (view.count == 1 or view.op in TEXTS or view.op in BYTES) and view.subtree_size < _HEAVY_KEY
     return HIDDEN if plain else Part(word("key", edge.position // 2))
 
 

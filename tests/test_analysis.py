@@ -189,6 +189,7 @@ HELD = {
     "an object that holds itself": (containing_itself, "obj['loop']['big']", ["obj['other'][0]['big']"]),
     "an object that its parts refer to": (with_many_back_references, "obj['first'].big", ["obj['second'].big"]),
     "what lies in an item": (repeated, "obj['a'][0][0]", ["obj['a'][1][0]", "obj['a'][2][0]", "obj['b']['c'][0]"]),
+    "a key": (lambda: (lambda key: {key: 1, "same": key})("k" * 100_000), "obj<key 0>", ["obj['same']"]),
     "more than are told": (lambda: [{"k": BLOB}] * 100, "obj[0]['k']", [f"obj[{n}]['k']" for n in range(1, 11)]),
 }  # fmt: skip
 
@@ -208,6 +209,8 @@ CULPRITS = {
     "two of the same order": (lambda: {"a": BLOB, "b": bytes(70_000)}, ["obj['a']", "obj['b']"]),
     "spread over many": (lambda: {"rows": [str(i) * 100 for i in range(1000)], "n": 1}, ["obj['rows']"]),
     "own bytes": (lambda: {"hist": list(range(100_000))}, ["obj['hist']"]),
+    "a key": (lambda: {"n": 1, "k" * 200_000: [2], bytes(100_000): 3}, ["obj<key 1>", "obj<key 2>"]),
+    "an attribute's name": (lambda: Owner(**{"k" * 200_000: 1}), ["obj<key 0>"]),
     "the root": (lambda: [str(i) * 100 for i in range(1000)], ["obj"]),
     "nested deeper than anyone reads": (lambda: {"links": chain(400)}, ["obj['links']"]),
     "atoms and a part": (lambda: [list(range(50_000)), BLOB], ["obj[0]", "obj[1]"]),
