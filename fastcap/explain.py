@@ -142,6 +142,7 @@ class Origin:
     name: str | None
     captured: int  # the object that was captured
     by: int  # the function, class or partial that captured it
+    depth: int  # steps below the captured object
     file: str | None
     line: int | None
 
@@ -345,18 +346,34 @@ class Explainer:
     def origin(self, head: int) -> Origin | None:
         """The innermost capture above an object; None if no code captured it."""
         link: int | None = head
-        while link is not None:
-            place = self.place(link)
-            if place is None or place.part is None or place.above is None:
+        for depth in itertools.count():
+            place = self.place(link) if link is not None else None
+            if link is None or place is None or place.part is None or place.above is None:
                 return None
             if place.part.how is not None:
-                where = self.subject(place.above).where
-                file, line = where() if where is not None else (None, None)
-                if place.part.how == "class attribute":
-                    line = None  # that of a method: nothing says where the attribute is
-                return Origin(place.part.how, place.part.name, link, place.above, file, line)
+                return self._origin(place.part, link, place.above, depth)
             link = place.above
         return None
+
+    def origin_at(self, steps: Sequence[Step]) -> Origin | None:
+        """The innermost capture on a path that may lead through references; None if no code captured the object."""
+        for depth in range(len(steps)):
+            above = self.find(tuple(steps[: len(steps) - depth - 1]))
+            if above is None:
+                return None
+            above = self.reader.resolve(above)
+            wanted = str(steps[len(steps) - depth - 1])
+            part, target = next(((p, t) for p, t in self.below(above) if str(p.step) == wanted), (None, 0))
+            if part is not None and part.how is not None:
+                return self._origin(part, self.reader.resolve(target), above, depth)
+        return None
+
+    def _origin(self, part: Part, captured: int, by: int, depth: int) -> Origin:
+        where = self.subject(by).where
+        file, line = where() if where is not None else (None, None)
+        if part.how == "class attribute":
+            line = None  # that of a method: nothing says where the attribute is
+        return Origin(part.how or "", part.name, captured, by, depth, file, line)
 
     def label(self, head: int) -> str:
         """The last step of an object's path; the root's whole path."""

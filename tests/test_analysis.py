@@ -1,5 +1,6 @@
 """Reports: totals close whatever is left out, what matters comes first, and every path leads back to its row."""
 
+import dataclasses
 import json
 import os
 import pickle
@@ -135,6 +136,33 @@ def test_sharing_is_charged_once():
     }
     assert report.find("obj['a']").retained_size < 100 < 80_000 < report.find("obj['a']").subtree_size
     assert {"obj['a']", "obj['a']['data']"} <= {row.path for row in report.nodes}
+
+
+def make_dataclass(*, slots):
+    data = Owner(big=BLOB)
+
+    class Settings:
+        x: object = data
+
+    Settings.__annotations__ = {"x": object}
+    return dataclasses.dataclass(slots=slots)(Settings)
+
+
+@pytest.mark.parametrize("slots", [False, True])
+def test_the_fields_of_a_dataclass_are_not_the_way_to_an_attribute(slots):
+    cls = make_dataclass(slots=slots)
+    capture = analyze(cls()).captures[0]
+    assert (capture.path, capture.how) == ("obj.x.big", None)
+    assert "obj.__class__.__dataclass_fields__['x'].default.big" in capture.shared_by
+    report = analyze(cls)
+    capture = report.captures[0]
+    expected = "Settings.__init__<default x>.big" if slots else "Settings.x.big"
+    assert (capture.path, report.find(expected).retained_size) == (expected, capture.retained_size)
+    found = (capture.how, capture.name, capture.captured, capture.by)
+    if slots:
+        assert found == ("default", "x", "Settings.__init__<default x>", "Settings.__init__")
+    else:
+        assert found == ("class attribute", "x", "Settings.x", "Settings")
 
 
 class Owner:
