@@ -762,7 +762,8 @@ def _instance_state(x: Explainer) -> Callable[[int], Shape]:
     def shape(target: int) -> Shape:
         view = x.reader.view(x.reader.resolve(target))
         if view.op in DICTS:
-            return Glue(_entries(x, lambda key, step, node: _instance_attribute(x, key, step, node)))
+            module = cache(lambda: x.reader.pairs(view.index).keys() >= _REGISTRIES)
+            return Glue(_entries(x, lambda key, step, node: _instance_attribute(x, key, step, node, module)))
         if view.op in TUPLES:
             parts = x.reader.contents(view.index, 3)
             ops = [x.reader.view(value.index).op if isinstance(value, At) else value for value in parts.values()]
@@ -773,9 +774,13 @@ def _instance_state(x: Explainer) -> Callable[[int], Shape]:
     return shape
 
 
-def _instance_attribute(x: Explainer, key: Any, step: Step, node: int) -> Shape:
-    """An attribute; the submodules of a torch module are its attributes too."""
-    if key == "_modules" and x.subject(x.reader.resolve(node)).type in ("dict", "OrderedDict"):
+_REGISTRIES: Final = frozenset({"_modules", "_parameters", "_buffers"})
+"""Dicts in which a torch module keeps what it shows as its attributes."""
+
+
+def _instance_attribute(x: Explainer, key: Any, step: Step, node: int, module: Callable[[], bool]) -> Shape:
+    """An attribute; the submodules, parameters and buffers of a torch module are its attributes too."""
+    if key in _REGISTRIES and module() and x.subject(x.reader.resolve(node)).type in ("dict", "OrderedDict"):
         return Glue(_entries(x, lambda name, inner, _: _submodule(name, inner)))
     return _attribute(x, key, step, node)
 
@@ -922,10 +927,19 @@ def _instance(call: Call, name: str | None, skip: int = 0, kind: str | None = No
     short = short_name(name)
     shown = short if name is None or name.startswith(("__main__.", "builtins.")) else name
 
+    def read_fields() -> list[str | None]:
+        """The names of a namedtuple's members, if its class goes by value."""
+        made = x.reader.view(call.callable).op if not skip and call.callable >= 0 else ""
+        names = Call(x, call.callable).setter_attributes.get("_fields") if made == "REDUCE" else None
+        return [x.reader.string(each) for each in x.reader.sequence(names.index)] if isinstance(names, At) else []
+
+    fields = cache(read_fields)
+
     def args(position: int, target: int) -> Shape:
         if skip and position == 0:
             return _class_part(x, target)
-        return Part(word("arg", position - skip))
+        name = fields()[position] if position < len(fields()) else None
+        return Part(attr(name) if name is not None else word("arg", position - skip))
 
     return Subject(kind or short, f"{shown} instance", _object_route(x, args))
 

@@ -263,6 +263,18 @@ def test_class():
     assert captures["Model.step<closure captured>"].by == "Model.step"
 
 
+def test_members_of_a_namedtuple():
+    pair = collections.namedtuple("pair", "left right")
+    rows = rows_of([pair(BLOB, bytearray(BLOB)), pair(1, BLOB + b"1")])
+    assert rows["obj[0].left"].type == "bytes"
+    assert rows["obj[0].right"].type == "bytearray"
+    assert rows["obj[1].right"].what == "bytes of 5,001"
+
+
+def test_attributes_that_are_called_as_those_of_torch():
+    assert "obj._buffers['a']" in rows_of(Plain(_buffers={"a": BLOB}, _modules={"b": bytearray(BLOB)}))
+
+
 def test_dynamic_enum_and_its_member():
     class Color(enum.Enum):
         RED = bytes(5001)
@@ -425,8 +437,10 @@ def test_torch():
     model = torch.nn.Sequential(torch.nn.Linear(100, 50), torch.nn.ReLU())
     model.named = torch.nn.Linear(50, 60)
     report = scan(pickle.dumps(model))
-    assert report.find("obj[0]._parameters['weight']").what.endswith("(50, 100)")
-    assert report.find("obj.named._parameters['weight']").type == "parameter"
+    assert report.find("obj[0].weight").what.endswith("(50, 100)")
+    assert report.find("obj.named.weight").type == "parameter"
+    model.register_buffer("mean", torch.ones(3))
+    assert scan(pickle.dumps(model)).find("obj.mean").type == "tensor"
     assert scan(pickle.dumps(torch.zeros(3, 4))).type == "tensor"
 
 
