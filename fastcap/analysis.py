@@ -35,6 +35,7 @@ _FEW = 10  # so many parts may explain an object; more of them are nobody's faul
 _EXPLAINED = 0.8  # of what an object retains, for its parts to be named in its place
 _CAPTURES = 50
 _LONG_CHAIN = 64  # objects that hold little but the next one: nested deeper than this, the first of them is named
+_MACHINERY = ".__dataclass_fields__["  # what a path shows only if the object has no other: nobody wrote it
 _TYPES = 2000  # distinct kinds of node that get a name
 
 
@@ -433,16 +434,26 @@ def _dominated_objects(explainer: Explainer, head: int, least: int) -> list[int]
 def _capture(explainer: Explainer, head: int) -> Capture:
     view = explainer.reader.view(head)
     subject = explainer.subject(head)
-    origin = explainer.origin(head)
+    path = explainer.path(head) or ""
+    holders = explainer.holders(head, inherited=True)
+    better = min((held for held in holders if _MACHINERY not in held), key=len, default=None)
     how = name = captured = captured_type = by = file = line = None
+    if _MACHINERY in path and better is not None:
+        holders = (*(held for held in holders if held != better), path)
+        path = better
+        origin = explainer.origin_at(parse(path).steps)
+    else:
+        origin = explainer.origin(head)
     if origin is not None:
         how, name, file, line = origin.how, origin.name, origin.file, origin.line
-        captured, captured_type = explainer.path(origin.captured), explainer.subject(origin.captured).type
-        by = explainer.path(origin.by)
+        parsed = parse(path)
+        depth = len(parsed.steps) - origin.depth
+        captured, by = (str(replace(parsed, steps=parsed.steps[:end])) for end in (depth, depth - 1))
+        captured_type = explainer.subject(origin.captured).type
     return Capture(
-        path=explainer.path(head) or "", type=subject.type, what=subject.what,
+        path=path, type=subject.type, what=subject.what,
         self_size=min(explainer.parts(head, min_size=_NONE, limit=_CHILDREN).own_size, view.retained_size),
-        subtree_size=view.subtree_size, retained_size=view.retained_size, shared_by=explainer.holders(head),
+        subtree_size=view.subtree_size, retained_size=view.retained_size, shared_by=holders,
         how=how, name=name, captured=captured, captured_type=captured_type, by=by, file=file, line=line,
     )  # fmt: skip
 

@@ -51,6 +51,15 @@ UNPICKLABLE: Final = "fastcap.findings.Unpicklable"
 _MAX_CHAIN = 4096
 """Ancestors that are looked at to place one node; deeper nodes have no path."""
 
+_HEAVY_KEY = 4096
+"""Bytes from which on a string that is a key counts as an object below the dict."""
+
+_MAX_LENDERS = 256
+"""Ancestors whose other holders count as holders of what is in them."""
+
+_MAX_REFERENCES = 4096
+"""References to one node that are looked at to tell who holds it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -133,6 +142,7 @@ class Origin:
     name: str | None
     captured: int  # the object that was captured
     by: int  # the function, class or partial that captured it
+    depth: int  # steps below the captured object
     file: str | None
     line: int | None
 
@@ -336,16 +346,34 @@ class Explainer:
     def origin(self, head: int) -> Origin | None:
         """The innermost capture above an object; None if no code captured it."""
         link: int | None = head
-        while link is not None:
-            place = self.place(link)
-            if place is None or place.part is None or place.above is None:
+        for depth in itertools.count():
+            place = self.place(link) if link is not None else None
+            if link is None or place is None or place.part is None or place.above is None:
                 return None
             if place.part.how is not None:
-                where = self.subject(place.above).where
-                file, line = where() if where is not None else (None, None)
-                return Origin(place.part.how, place.part.name, link, place.above, file, line)
+                return self._origin(place.part, link, place.above, depth)
             link = place.above
         return None
+
+    def origin_at(self, steps: Sequence[Step]) -> Origin | None:
+        """The innermost capture on a path that may lead through references; None if no code captured the object."""
+        for depth in range(len(steps)):
+            above = self.find(tuple(steps[: len(steps) - depth - 1]))
+            if above is None:
+                return None
+            above = self.reader.resolve(above)
+            wanted = str(steps[len(steps) - depth - 1])
+            part, target = next(((p, t) for p, t in self.below(above) if str(p.step) == wanted), (None, 0))
+            if part is not None and part.how is not None:
+                return self._origin(part, self.reader.resolve(target), above, depth)
+        return None
+
+    def _origin(self, part: Part, captured: int, by: int, depth: int) -> Origin:
+        where = self.subject(by).where
+        file, line = where() if where is not None else (None, None)
+        if part.how == "class attribute":
+            line = None  # that of a method: nothing says where the attribute is
+        return Origin(part.how or "", part.name, captured, by, depth, file, line)
 
     def label(self, head: int) -> str:
         """The last step of an object's path; the root's whole path."""
@@ -354,36 +382,58 @@ class Explainer:
             return format_root(self.root_name)
         return str(place.part.step)
 
-    def holders(self, head: int, limit: int = 10) -> tuple[str, ...]:
-        """Paths of those who hold a memo reference to an object, except from within itself."""
-        place = self.place(head)
-        if place is None:
-            return ()
-        end = head + self.reader.view(head).count
-        found: dict[str, None] = {}
-        for target in (head, *place.wrappers):
-            for source in self.graph.referrers(target, 4 * limit):
-                if head <= source < end:
-                    continue
-                path = self._holder(source, target)
-                if path is not None and len(found) < limit:
-                    found[path] = None
-        found.pop(self.path(head) or "", None)
-        return tuple(found)
+    def holders(self, head: int, limit: int = 10, *, inherited: bool = False) -> tuple[str, ...]:
+        """Paths of those who hold a memo reference to an object, except from within itself.
 
-    def _holder(self, source: int, target: int) -> str | None:
+        With ``inherited`` also the paths that lead to it through references to the objects that it lies in.
+        """
+        path = self.path(head)
+        if path is None:
+            return ()
+        found = dict.fromkeys(self._references(head, limit))
+        link = self._places[head].above if inherited else None
+        for _ in range(_MAX_LENDERS):
+            if link is None or len(found) > limit:
+                break
+            rest = path[len(self._paths[link]) :]
+            found.update(dict.fromkeys(held + rest for held in self._references(link, limit, exact=True)))
+            link = self._places[link].above
+        found.pop(path, None)
+        return tuple(itertools.islice(found, limit))
+
+    def _references(self, head: int, limit: int, *, exact: bool = False) -> Iterator[str]:
+        """The paths of the references to an object from outside of it, about so many.
+
+        Unless they have to be exact, a place that has no path itself is shown as the object that it belongs to.
+        """
+        end = head + self.reader.view(head).count
+        for target in (head, *self._places[head].wrappers):
+            # One for each reference, in stream order: what refers to an object from inside of it comes first.
+            sources = dict.fromkeys(s for s in self.graph.referrers(target, _MAX_REFERENCES) if not head <= s < end)
+            for source in itertools.islice(sources, 4 * limit):
+                yield from self._references_from(source, target, limit, exact)
+
+    def _references_from(self, source: int, target: int, limit: int, exact: bool) -> Iterator[str]:
         place = self.place(source)
         base = self.path(source)
-        if place is None or base is None or place.route is None or self.reader.view(source).op in GETS:
-            return base
-        for edge in self.graph.edges(source, 1 << 62, 2048):
-            if edge.is_reference and edge.target == target:
-                shape = self.shape(place, source, edge)
-                part = shape.part if isinstance(shape, Glue) else shape
-                if isinstance(part, Part):
-                    return base + str(part.step)
-                return None
-        return base
+        if place is None or base is None:
+            return
+        hidden = place.route is None or self.reader.view(source).op in GETS
+        if not hidden:
+            steps: list[str] = []
+            hidden = True
+            for edge in self.graph.edges(source, 1 << 62, 2048):
+                if edge.is_reference and edge.target == target:
+                    hidden = False
+                    shape = self.shape(place, source, edge)
+                    part = shape.part if isinstance(shape, Glue) else shape
+                    if isinstance(part, Part):
+                        steps.append(str(part.step))
+                        if len(steps) > limit:
+                            break
+            yield from (base + step for step in steps)
+        if hidden and not exact:
+            yield base
 
     # --- values ------------------------------------------------------------------------------------------------------
 
@@ -544,13 +594,20 @@ class Call:
     @cached_property
     def setter_state(self) -> dict[str, Any]:
         """Entries of the slot state that cloudpickle's state setter is given, strings read."""
+        return {name: self.reader.string(value) for name, value in self._setter_entries(1).items()}
+
+    @cached_property
+    def setter_attributes(self) -> dict[str, Any]:
+        """The first entries of the ``__dict__`` that cloudpickle's state setter is given."""
+        return self._setter_entries(0)
+
+    def _setter_entries(self, position: int) -> dict[str, Any]:
         for edge in self.reader.graph.edges(self.index, 0, 16, False):
             if edge.role == DISCARD:
                 args = Call(self.explainer, edge.target).args
                 state = self.reader.sequence(args[1].index, 2) if len(args) == 2 and isinstance(args[1], At) else []
-                if len(state) == 2 and isinstance(state[1], At):
-                    entries = self.reader.pairs(state[1].index, 24)
-                    return {name: self.reader.string(value) for name, value in entries.items()}
+                if len(state) == 2:
+                    return self.reader.pairs(state[position].index, 24) if isinstance(state[position], At) else {}
         return {}
 
 
@@ -633,9 +690,9 @@ def _entries(x: Explainer, part: Callable[[Any, Step, int], Shape]) -> Route:
 
 
 def _key(x: Explainer, edge: Edge) -> Shape:
-    """A key: of the dict's own, unless it is a structure."""
+    """A key: of the dict's own, unless it is a structure or so big that it has to be named."""
     view = x.reader.view(x.reader.resolve(edge.target))
-    plain = view.count == 1 or view.op in TEXTS or view.op in BYTES
+    plain = (view.count == 1 or view.op in TEXTS or view.op in BYTES) and view.subtree_size < _HEAVY_KEY
     return HIDDEN if plain else Part(word("key", edge.position // 2))
 
 
@@ -705,7 +762,8 @@ def _instance_state(x: Explainer) -> Callable[[int], Shape]:
     def shape(target: int) -> Shape:
         view = x.reader.view(x.reader.resolve(target))
         if view.op in DICTS:
-            return Glue(_entries(x, lambda key, step, node: _instance_attribute(x, key, step, node)))
+            module = cache(lambda: x.reader.pairs(view.index).keys() >= _REGISTRIES)
+            return Glue(_entries(x, lambda key, step, node: _instance_attribute(x, key, step, node, module)))
         if view.op in TUPLES:
             parts = x.reader.contents(view.index, 3)
             ops = [x.reader.view(value.index).op if isinstance(value, At) else value for value in parts.values()]
@@ -716,9 +774,13 @@ def _instance_state(x: Explainer) -> Callable[[int], Shape]:
     return shape
 
 
-def _instance_attribute(x: Explainer, key: Any, step: Step, node: int) -> Shape:
-    """An attribute; the submodules of a torch module are its attributes too."""
-    if key == "_modules" and x.subject(x.reader.resolve(node)).type in ("dict", "OrderedDict"):
+_REGISTRIES: Final = frozenset({"_modules", "_parameters", "_buffers"})
+"""Dicts in which a torch module keeps what it shows as its attributes."""
+
+
+def _instance_attribute(x: Explainer, key: Any, step: Step, node: int, module: Callable[[], bool]) -> Shape:
+    """An attribute; the submodules, parameters and buffers of a torch module are its attributes too."""
+    if key in _REGISTRIES and module() and x.subject(x.reader.resolve(node)).type in ("dict", "OrderedDict"):
         return Glue(_entries(x, lambda name, inner, _: _submodule(name, inner)))
     return _attribute(x, key, step, node)
 
@@ -865,10 +927,19 @@ def _instance(call: Call, name: str | None, skip: int = 0, kind: str | None = No
     short = short_name(name)
     shown = short if name is None or name.startswith(("__main__.", "builtins.")) else name
 
+    def read_fields() -> list[str | None]:
+        """The names of a namedtuple's members, if its class goes by value."""
+        made = x.reader.view(call.callable).op if not skip and call.callable >= 0 else ""
+        names = Call(x, call.callable).setter_attributes.get("_fields") if made == "REDUCE" else None
+        return [x.reader.string(each) for each in x.reader.sequence(names.index)] if isinstance(names, At) else []
+
+    fields = cache(read_fields)
+
     def args(position: int, target: int) -> Shape:
         if skip and position == 0:
             return _class_part(x, target)
-        return Part(word("arg", position - skip))
+        name = fields()[position] if position < len(fields()) else None
+        return Part(attr(name) if name is not None else word("arg", position - skip))
 
     return Subject(kind or short, f"{shown} instance", _object_route(x, args))
 
@@ -993,12 +1064,12 @@ def _container(kind: str, contents: int | None = None) -> Maker:
 
 # cloudpickle: functions
 
-# Length of the argument tuple of types.CodeType -> positions of (argcount, kwonlyargcount, code, varnames, filename,
-# name, firstlineno, freevars). cloudpickle writes the layout of the Python that pickles.
+# Length of the argument tuple of types.CodeType -> positions of (argcount, varnames, filename, name, qualname,
+# firstlineno, freevars). cloudpickle writes the layout of the Python that pickles.
 _CODE_LAYOUTS: Final = {
-    15: (0, 1, 5, 8, 9, 10, 11, 13),  # 3.7: no positional-only arguments
-    16: (0, 2, 6, 9, 10, 11, 12, 14),  # 3.8 to 3.10
-    18: (0, 2, 6, 9, 10, 11, 13, 16),  # 3.11 on: qualified name, exception table
+    15: (0, 8, 9, 10, None, 11, 13),  # 3.7: no positional-only arguments
+    16: (0, 9, 10, 11, None, 12, 14),  # 3.8 to 3.10
+    18: (0, 9, 10, 11, 12, 13, 16),  # 3.11 on: qualified name, exception table
 }
 
 
@@ -1007,6 +1078,7 @@ class _Code:
     """What a code object's arguments say."""
 
     name: str | None = None
+    qualified: str | None = None  # where the code was compiled; None before Python 3.11
     file: str | None = None
     line: int | None = None
     argument_count: int = 0
@@ -1023,11 +1095,12 @@ def _read_code(x: Explainer, value: Any) -> _Code:
     layout = _CODE_LAYOUTS.get(len(call.args))
     if layout is None:
         return _Code()
-    argument_count, _, _, variables, file, name, line, free = layout
+    argument_count, variables, file, name, qualified, line, free = layout
     count = call.args[argument_count]
     number = call.args[line]
     return _Code(
         call.text(name),
+        call.text(qualified) if qualified is not None else None,
         call.text(file),
         number if isinstance(number, int) else None,
         count if isinstance(count, int) else 0,
@@ -1043,13 +1116,38 @@ def _names(x: Explainer, value: Any) -> tuple[Any, ...]:
 
 
 def _where_function(call: Call, code: _Code) -> tuple[str | None, int | None]:
-    """File and line of a function. cloudpickle 3.1.3 blanks the file in the code object; the globals still have it."""
-    file = code.file if code.file and code.file != "<dynamic-code>" else None
-    if file is None:
+    """File and line of a function; (None, None) for one that was not compiled from a file.
+
+    cloudpickle 3.1.3 writes ``<dynamic-code>`` for each file name. The globals still have that of their module, which
+    holds for all but what a library has generated in the module's name.
+    """
+    file = code.file
+    if file == "<dynamic-code>":
         base = call.argument(1)
         entries = call.reader.pairs(base.index, 8) if isinstance(base, At) else {}
-        file = call.reader.string(entries.get("__file__")) or call.reader.string(entries.get("__name__"))
-    return (short_file(file) if file else None), code.line
+        file = None if _is_generated(call, code) else call.reader.string(entries.get("__file__"))
+    if not file or file.startswith("<"):
+        return None, None
+    return short_file(file), code.line
+
+
+def _is_generated(call: Call, code: _Code) -> bool:
+    """Whether a function's code comes from a string, as the methods do that dataclasses and attrs make.
+
+    Such a function is given its qualified name by hand: its code was compiled under another one. So is a wrapper
+    (`functools.wraps`), which says what it wraps.
+    """
+    qualified: str | None = call.setter_state.get("__qualname__")
+    if qualified is None or code.name is None:
+        return False
+    if "__wrapped__" in call.setter_attributes:
+        return False
+    if code.qualified is not None:
+        return code.qualified != qualified
+    # Before 3.11 code has its last name only; dataclasses compile each method in the second line of a text.
+    if code.name.startswith("__") and code.line is not None and code.line <= 2:
+        return True
+    return qualified.rpartition(".")[2] != code.name
 
 
 def _function(call: Call) -> Subject:
@@ -1173,15 +1271,35 @@ def _class_subject(call: Call, kind: str, name: str | None, args: Callable[[int,
 
 
 def _where_class(call: Call) -> tuple[str | None, int | None]:
-    """A class has no line of its own before 3.13: that of the first of its methods stands for it."""
+    """Where the first of a class's own methods is; (None, None) if it has none.
+
+    Not where the class begins: before Python 3.13 a class does not know.
+    """
     x = call.explainer
+    module, _, name = (x.call_name(At(call.index)) or "").rpartition(".")
+    attributes = call.setter_attributes
+    makers = not attributes.keys().isdisjoint(("__dataclass_fields__", "__attrs_attrs__"))
     places = []
     for head in x.parts(call.index, min_size=1 << 62, limit=64).heads:
+        if x.subject(head).type in ("property", "staticmethod", "classmethod"):
+            inner = Call(x, head).argument(0)
+            head = x.reader.resolve(inner.index) if isinstance(inner, At) else head
         subject = x.subject(head)
-        if subject.type == "function" and subject.where is not None:
-            file, line = subject.where()
-            if file is not None and line is not None:
-                places.append((line, file))
+        if subject.type != "function" or subject.where is None:
+            continue
+        function = Call(x, head)
+        code = _read_code(x, function.argument(0))
+        qualified = code.qualified or function.setter_state.get("__qualname__") or ""
+        if qualified.split(".")[-2:] != [name, code.name]:
+            continue  # a method of another class, or a wrapper around one
+        if code.qualified is None:  # before 3.11 it does not show who wrote it
+            base = function.argument(1)
+            entries = x.reader.pairs(base.index, 8) if isinstance(base, At) else {}
+            if x.reader.string(entries.get("__name__")) != module or (makers and (code.name or "").startswith("__")):
+                continue
+        file, line = subject.where()
+        if file is not None and line is not None:
+            places.append((line, file))
     line, file = min(places, default=(None, None))
     return file, line
 

@@ -1,5 +1,6 @@
 """Reports: totals close whatever is left out, what matters comes first, and every path leads back to its row."""
 
+import dataclasses
 import json
 import os
 import pickle
@@ -137,11 +138,107 @@ def test_sharing_is_charged_once():
     assert {"obj['a']", "obj['a']['data']"} <= {row.path for row in report.nodes}
 
 
+def make_dataclass(*, slots):
+    data = Owner(big=BLOB)
+
+    class Settings:
+        x: object = data
+
+    Settings.__annotations__ = {"x": object}
+    return dataclasses.dataclass(slots=slots)(Settings)
+
+
+@pytest.mark.parametrize("slots", [False, True])
+def test_the_fields_of_a_dataclass_are_not_the_way_to_an_attribute(slots):
+    cls = make_dataclass(slots=slots)
+    capture = analyze(cls()).captures[0]
+    assert (capture.path, capture.how) == ("obj.x.big", None)
+    assert "obj.__class__.__dataclass_fields__['x'].default.big" in capture.shared_by
+    report = analyze(cls)
+    capture = report.captures[0]
+    expected = "Settings.__init__<default x>.big" if slots else "Settings.x.big"
+    assert (capture.path, report.find(expected).retained_size) == (expected, capture.retained_size)
+    found = (capture.how, capture.name, capture.captured, capture.by)
+    if slots:
+        assert found == ("default", "x", "Settings.__init__<default x>", "Settings.__init__")
+    else:
+        assert found == ("class attribute", "x", "Settings.x", "Settings")
+
+
+class Owner:
+    def __init__(self, **attributes):
+        vars(self).update(attributes)
+
+    def first(self):
+        return self
+
+    def second(self):
+        return self
+
+
+def shared_owner():
+    owner = Owner(big=BLOB)
+    return {"handlers": [owner.first, owner.second], "last": (owner,)}
+
+
+def shared_by_functions():
+    inner = {"deep": [BLOB]}
+    return [lambda: inner, lambda: [inner, inner]]
+
+
+def containing_itself():
+    loop = {"big": BLOB}
+    loop["again"] = loop
+    return {"loop": loop, "other": [loop]}
+
+
+def with_many_back_references():
+    owner = Owner(parts=[Owner() for _ in range(500)], big=BLOB)
+    for part in owner.parts:
+        part.owner = owner
+    return {"first": owner, "second": owner}
+
+
+def repeated():
+    item = [bytes(50_000)]
+    return {"a": [item] * 3, "b": {"c": item}}
+
+
+HELD = {
+    "one parent, several times": (lambda: {"a": [BLOB] * 3}, "obj['a'][0]", ["obj['a'][1]", "obj['a'][2]"]),
+    "one parent, by two steps": (
+        lambda: {"x": Owner(a=BLOB, b=BLOB), "y": BLOB},
+        "obj['x'].a", ["obj['x'].b", "obj['y']"],
+    ),
+    "the owner of bound methods": (
+        shared_owner, "obj['handlers'][0]<self>.big", ["obj['handlers'][1]<self>.big", "obj['last'][0].big"],
+    ),
+    "a cell's content": (shared_by_functions, "obj[0]<closure inner>['deep'][0]", ["obj[1]<closure inner>['deep'][0]"]),
+    "an object that holds itself": (containing_itself, "obj['loop']['big']", ["obj['other'][0]['big']"]),
+    "an object that its parts refer to": (with_many_back_references, "obj['first'].big", ["obj['second'].big"]),
+    "what lies in an item": (repeated, "obj['a'][0][0]", ["obj['a'][1][0]", "obj['a'][2][0]", "obj['b']['c'][0]"]),
+    "a key": (lambda: (lambda key: {key: 1, "same": key})("k" * 100_000), "obj<key 0>", ["obj['same']"]),
+    "more than are told": (lambda: [{"k": BLOB}] * 100, "obj[0]['k']", [f"obj[{n}]['k']" for n in range(1, 11)]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_everyone_who_holds_a_capture_is_told(name):
+    make, path, holders = HELD[name]
+    report = scan(cloudpickle.dumps(make()))
+    capture = report.captures[0]
+    assert (capture.path, sorted(capture.shared_by)) == (path, sorted(holders))
+    for holder in holders:
+        assert report.find(holder).retained_size == capture.retained_size
+
+
 CULPRITS = {
     "one attribute": (lambda: {"x": 1, "y": {"z": BLOB}}, ["obj['y']['z']"]),
     "two of the same order": (lambda: {"a": BLOB, "b": bytes(70_000)}, ["obj['a']", "obj['b']"]),
     "spread over many": (lambda: {"rows": [str(i) * 100 for i in range(1000)], "n": 1}, ["obj['rows']"]),
     "own bytes": (lambda: {"hist": list(range(100_000))}, ["obj['hist']"]),
+    "a key": (lambda: {"n": 1, "k" * 200_000: [2], bytes(100_000): 3}, ["obj<key 1>", "obj<key 2>"]),
+    "an attribute's name": (lambda: Owner(**{"k" * 200_000: 1}), ["obj<key 0>"]),
     "the root": (lambda: [str(i) * 100 for i in range(1000)], ["obj"]),
     "nested deeper than anyone reads": (lambda: {"links": chain(400)}, ["obj['links']"]),
     "atoms and a part": (lambda: [list(range(50_000)), BLOB], ["obj[0]", "obj[1]"]),

@@ -1,6 +1,7 @@
 """Labels and phrases: each kind of object is named as people know it, and nothing is executed to find out."""
 
 import collections
+import dataclasses
 import datetime
 import decimal
 import enum
@@ -142,6 +143,73 @@ def test_function(flavor, protocol):
     assert captures["outer<default y>"].file.endswith("test_explain.py")
 
 
+def make_generated_classes():
+    """Classes with methods that a library has written; the second of each pair has one of its own, too."""
+    @dataclasses.dataclass(order=True)
+    class Data:
+        table = BLOB
+        number: int = 0
+
+    @dataclasses.dataclass(order=True)
+    class Mixed:
+        table = BLOB
+        number: int = 0
+
+        def own(self):
+            return self.number
+
+    @functools.total_ordering
+    class Ordered:
+        table = BLOB
+
+        @property
+        def own(self):
+            return 1
+
+        def __lt__(self, other):
+            return False
+
+    pair = collections.namedtuple("pair", "left right")
+    pair.table = BLOB
+    return [(Data, None), (Mixed, Mixed.own), (Ordered, Ordered.own.fget), (pair, None)]
+
+
+def test_generated_methods_have_no_location():
+    for cls, own in make_generated_classes():
+        explainer = scan(cloudpickle.dumps(cls)).explainer
+        where = explainer.subject(0).where()
+        if own is None:
+            assert where == (None, None), cls
+        else:
+            assert where[0].endswith("test_explain.py"), cls
+            assert where[1] == own.__code__.co_firstlineno
+        methods = [row for row in analyze(cls, options=EVERYTHING).nodes if row.type == "function" and row.depth == 1]
+        for row in methods:
+            code = getattr(cls, row.label[1:]).__code__
+            if code.co_filename.startswith("<"):
+                assert row.what == f"function {code.co_name}", row.path
+        assert methods or cls.__name__ == "Ordered"
+
+
+def test_attributes_of_a_class_are_not_said_to_be_where_its_methods_are():
+    for cls, own in make_generated_classes():
+        capture = next(c for c in analyze(cls).captures if c.name == "table")
+        assert capture.line is None
+        assert (capture.file is not None) == (own is not None)
+
+
+def test_wrapped_functions_keep_their_location():
+    def decorate(function):
+        @functools.wraps(function)
+        def wrapper():
+            return function()
+
+        return wrapper
+
+    wrapped = decorate(make_class)
+    assert analyze(wrapped).what.endswith(f"test_explain.py:{wrapped.__code__.co_firstlineno}")
+
+
 def test_global_through_a_helper():
     space = {"__name__": "__main__"}
     exec("EMBED = bytes(5000)\ndef lookup(): return EMBED\ndef train(): return lookup()", space)
@@ -193,6 +261,18 @@ def test_class():
     weights = captures["Model<base 0>.weights"]
     assert (weights.how, weights.name) == ("class attribute", "weights")
     assert captures["Model.step<closure captured>"].by == "Model.step"
+
+
+def test_members_of_a_namedtuple():
+    pair = collections.namedtuple("pair", "left right")
+    rows = rows_of([pair(BLOB, bytearray(BLOB)), pair(1, BLOB + b"1")])
+    assert rows["obj[0].left"].type == "bytes"
+    assert rows["obj[0].right"].type == "bytearray"
+    assert rows["obj[1].right"].what == "bytes of 5,001"
+
+
+def test_attributes_that_are_called_as_those_of_torch():
+    assert "obj._buffers['a']" in rows_of(Plain(_buffers={"a": BLOB}, _modules={"b": bytearray(BLOB)}))
 
 
 def test_dynamic_enum_and_its_member():
@@ -357,8 +437,10 @@ def test_torch():
     model = torch.nn.Sequential(torch.nn.Linear(100, 50), torch.nn.ReLU())
     model.named = torch.nn.Linear(50, 60)
     report = scan(pickle.dumps(model))
-    assert report.find("obj[0]._parameters['weight']").what.endswith("(50, 100)")
-    assert report.find("obj.named._parameters['weight']").type == "parameter"
+    assert report.find("obj[0].weight").what.endswith("(50, 100)")
+    assert report.find("obj.named.weight").type == "parameter"
+    model.register_buffer("mean", torch.ones(3))
+    assert scan(pickle.dumps(model)).find("obj.mean").type == "tensor"
     assert scan(pickle.dumps(torch.zeros(3, 4))).type == "tensor"
 
 

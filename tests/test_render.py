@@ -92,6 +92,8 @@ def test_verdict_comes_first():
         (500, "below every known limit (the first: Ray's warning size, 9.5 MiB)"),
         (20_000_000, "over Ray's warning size (9.5 MiB) 2.0 times"),
         (101_000_000, "over Ray's export limit (95.4 MiB) by 1.0 %"),
+        (100_000_001, "just over Ray's export limit (95.4 MiB)"),
+        (10_000_000, "exactly at Ray's warning size (9.5 MiB)"),
     ],
 )
 def test_verdict_follows_the_limits(size, expected):
@@ -125,7 +127,7 @@ def test_hostile_strings_in_text(text, width, unicode):
     assert all(cell_len(line) <= max(width, 40) for line in lines)
     assert all(line.isprintable() for line in lines)
     assert unicode or "".join(lines).isascii()
-    assert len(lines) < 400
+    assert len(lines) < 600
 
 
 def test_markup_is_shown_as_it_is():
@@ -253,6 +255,46 @@ def test_files_are_shown_relative_to_a_base():
     assert "/home/me" not in text
     assert "captured as `self` at train.py:23" in text
     assert "captured as `self` at /home/me/project/train.py:23" in render_text(saved_report(change), width=120)
+
+
+LONG_FILE = "/home/somebody/with a long name/projects/of this year/models/" + "deeper/" * 20 + "train loop.py"
+
+
+@pytest.mark.parametrize("width", [40, 64, 80, 100, 200])
+def test_a_long_file_keeps_its_name_and_line(width):
+    def change(data):
+        data["what"] = data["nodes"][0]["what"] = f"function {LONG_FILE}:123"
+
+    lines = render_text(saved_report(change), width=width).splitlines()
+    assert all(cell_len(line) <= width for line in lines)
+    tree = next(line for line in lines[lines.index("Tree") :] if " train_func  " in line)
+    for line in (lines[0], tree):
+        assert line.endswith("/train loop.py:123" if width > 64 else ".py:123"), line
+        assert "function …" in line or width <= 64
+
+
+@pytest.mark.parametrize("width", [40, 64, 80, 200])
+def test_paths_of_captures_and_their_holders_are_whole(width):
+    long = "train_func" + "".join(f"<closure variable_{number}>['a key']" for number in range(12))
+    holders = [f"{long}.holder{number}" for number in range(10)]
+
+    def change(data):
+        data["captures"][0].update(path=long, shared_by=holders)
+        data["findings"][0]["path"] = long
+
+    text = render_text(saved_report(change), width=width)
+    joined = re.sub(r"\n *", "", text)
+    assert joined.count(long) >= 1 + 4 + 1
+    for holder in holders[:4]:
+        assert holder in joined
+    assert "and at least 6 more" in text
+
+
+def test_few_holders_take_one_line():
+    def change(data):
+        data["captures"][0]["shared_by"] = ["a", "b.c", "d"]
+
+    assert "\n    also held by a, b.c, d\n" in render_text(saved_report(change), width=80)
 
 
 def test_shared_rows_say_so_at_any_width():

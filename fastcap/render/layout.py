@@ -13,6 +13,10 @@ from fastcap.render import clean
 NARROW = 64
 """Below this many columns, rows are stacked instead of set in columns."""
 
+_PATH_LIMIT = 1000  # characters
+_MOST_HOLDERS = 10  # see `fastcap.report.Capture.shared_by`
+_PLACE = re.compile(r"[^/\\ ]+(?: [^/\\ ]+)*:\d+$")
+
 Piece = tuple[str, str]
 """Text and its style, in rich's words."""
 
@@ -99,7 +103,29 @@ class Page:
     def holders(self, paths: Sequence[str]) -> str:
         """The first of some paths, and how many more there are."""
         shown = ", ".join(self.clean(path, 60) for path in paths[:2])
-        return shown if len(paths) <= 2 else f"{shown} and {len(paths) - 2} more"
+        return shown if len(paths) <= 2 else f"{shown} and {more_holders(paths, 2)}"
+
+    def path(self, text: str) -> str:
+        """A path, whole unless it is longer than anybody pastes."""
+        return self.clean(text, _PATH_LIMIT)
+
+    def fit_place(self, text: str, cells: int) -> str:
+        """``function /long/path/x.py:12`` in at most ``cells`` columns: what is left out is of the directories.
+
+        Other phrases lose their end.
+        """
+        match = _PLACE.search(text)
+        if cell_len(text) <= cells or match is None:
+            return self.fit(text, cells)
+        mark, tail = self.glyphs.ellipsis, match[0]
+        room = cells - cell_len(mark) - cell_len(tail)
+        if room < 0:
+            return (mark + head_of(tail[::-1], cells - len(mark))[::-1]) if cells > len(mark) else self.fit(text, cells)
+        # As many of the last directories as there is room for, after the first word if that goes in, too.
+        word, space, _ = text[: match.start()].partition(" ")
+        start = word + space if space and cell_len(word + space) <= room else ""
+        directories = text[len(start) : match.start()][::-1]
+        return start + mark + head_of(directories, room - cell_len(start))[::-1] + tail
 
     def fit(self, text: str, cells: int, *, middle: bool = False) -> str:
         """``text`` in at most ``cells`` columns, without its middle or its end."""
@@ -114,6 +140,17 @@ class Page:
         head = head_of(text, (room + 1) // 2)
         tail = head_of(text[::-1], room - cell_len(head))[::-1]
         return head + mark + tail
+
+    def wrap_path(self, text: str, style: str, *, indent: int) -> Iterator[list[Piece]]:
+        """``text`` on lines of its own, broken anywhere but at a space, so that joining the lines gives it back."""
+        while text:
+            head = head_of(text, self.width - indent)
+            end = len(head)
+            while end and " " in text[end - 1 : end + 1]:
+                end -= 1
+            head = head[:end] or head
+            yield [(" " * indent, ""), (head, style)]
+            text = text[len(head) :]
 
     def wrap(self, text: str, style: str, *, indent: int, hang: int | None = None) -> Iterator[list[Piece]]:
         """``text`` in lines of the page's width.
@@ -140,6 +177,12 @@ class Page:
                 margin = rest
         if line:
             yield [(" " * margin, ""), (line, style)]
+
+
+def more_holders(paths: Sequence[str], shown: int) -> str:
+    """``3 more``; a report names so many holders at most, so that there may be others."""
+    count = f"{len(paths) - shown} more"
+    return count if len(paths) < _MOST_HOLDERS else f"at least {count}"
 
 
 def cell_len(text: str) -> int:

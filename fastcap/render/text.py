@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from fastcap.render.layout import GLYPHS, Page, Piece, align, cell_len, count_of, percentage, print_lines
+from fastcap.render.layout import (
+    GLYPHS,
+    Page,
+    Piece,
+    align,
+    cell_len,
+    count_of,
+    more_holders,
+    percentage,
+    print_lines,
+)
 from fastcap.report import Capture, Finding, Limit, NodeRow, Report, format_size
 
 __all__ = ["GLYPHS", "render_text"]
 
 _WIDE = 100  # from here on the tree has a column for the subtree size
 _TYPE_ROWS = 12
+_HOLDERS = 4
 
 _SEVERITY_STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 _HOW = {
@@ -69,7 +80,7 @@ class _Page(Page):
     def verdict(self, report: Report) -> Iterator[list[Piece]]:
         what = self.describe(report.type, report.what)
         target = self.fit(self.clean(report.target), max(self.width - cell_len(what) - 2, self.width // 2), middle=True)
-        yield [(target, "bold"), ("  ", ""), (self.fit(what, self.width - cell_len(target) - 2), "")]
+        yield [(target, "bold"), ("  ", ""), (self.fit_place(what, self.width - cell_len(target) - 2), "")]
         broken = sum(row.severity == "error" and row.code.startswith("FC1") for row in report.findings)
         if broken:
             subject = "one part" if broken == 1 else f"{broken:,} parts"
@@ -93,7 +104,7 @@ class _Page(Page):
         yield from self.title("Biggest captures", "what the payload loses if one goes")
         sizes = align([format_size(row.retained_size) for row in rows], "retained")
         shares = align([percentage(row.retained_size, report.payload_size) for row in rows], "share")
-        paths = [self.clean(row.path) for row in rows]
+        paths = [self.path(row.path) for row in rows]
         whats = [self.describe(row.type, row.what) for row in rows]
         left = 2 + cell_len(sizes[0]) + 2 + cell_len(shares[0]) + 3
         room = self.width - left
@@ -104,23 +115,35 @@ class _Page(Page):
             yield [(head + " " * (column - 4) + "what" if beside else head, "dim")]
         for row, size, share, path, what in zip(rows, sizes[1:], shares[1:], paths, whats):
             line = [(f"  {size}", "bold"), (f"  {share}   ", "")]
-            below = []
             if beside:
                 yield [*line, (path, "cyan"), (" " * (column - cell_len(path)), ""), (what, "")]
-            elif self.narrow:
-                yield line
-                below.append((self.fit(path, 3 * (self.width - 4), middle=True), "cyan"))
-                below.append((what, ""))
             else:
-                yield [*line, (self.fit(path, room, middle=True), "cyan")]
-                below.append((what, ""))
+                if not self.narrow and cell_len(path) <= room:
+                    yield [*line, (path, "cyan")]
+                else:
+                    yield line
+                    yield from self.wrap_path(path, "cyan", indent=4)
+                yield from self.wrap(what, "", indent=4, hang=0)
             because = self.reason(row)
             if because:
-                below.append((because, ""))
-            if row.shared_by:
-                below.append((f"also held by {self.holders(row.shared_by)}", "dim"))
-            for text, style in below:
-                yield from self.wrap(text, style, indent=4, hang=0)
+                yield from self.wrap(because, "", indent=4, hang=0)
+            yield from self.held_by(row.shared_by)
+
+    def held_by(self, paths: Sequence[str]) -> Iterator[list[Piece]]:
+        """Who else holds a capture: whole paths, that can be looked up."""
+        if not paths:
+            return
+        shown = [self.path(path) for path in paths[:_HOLDERS]]
+        more = f" and {more_holders(paths, len(shown))}" if len(paths) > len(shown) else ""
+        line = f"also held by {', '.join(shown)}{more}"
+        if cell_len(line) <= self.width - 4:
+            yield [("    ", ""), (line, "dim")]
+            return
+        yield [("    also held by", "dim")]
+        for path in shown:
+            yield from self.wrap_path(path, "dim", indent=6)
+        if more:
+            yield [(f"     {more}", "dim")]
 
     def reason(self, row: Capture) -> str:
         """How the capture came about, in words: ``Trainer captured as `self` at train.py:23``."""
@@ -142,8 +165,12 @@ class _Page(Page):
             style = _SEVERITY_STYLES.get(row.severity, "")
             head = f"  {self.fit(self.clean(row.severity), 8)} {self.fit(self.clean(row.code), 8)}  "
             size = f"  {format_size(row.size)}" if row.size else ""
-            path = self.fit(self.clean(row.path), self.width - cell_len(head) - cell_len(size), middle=True)
-            yield [(head, style), (path, "cyan"), (size, "")]
+            path = self.path(row.path)
+            if cell_len(path) <= self.width - cell_len(head) - cell_len(size):
+                yield [(head, style), (path, "cyan"), (size, "")]
+            else:
+                yield [(head.rstrip(), style), (size, "")]
+                yield from self.wrap_path(path, "cyan", indent=4)
             yield from self.wrap(self.clean(row.message, 2000), "", indent=4, hang=0)
             if row.replacement:
                 yield from self.wrap(f"instead: {self.clean(row.replacement, 2000)}", "green", indent=4, hang=2)
@@ -171,7 +198,7 @@ class _Page(Page):
                 held = "  (shared)"
             space -= cell_len(held)
             label = self.fit(label, max(space - cell_len(what) - 2, 2 * space // 3), middle=True)
-            what = self.fit(what, space - cell_len(label) - 2)
+            what = self.fit_place(what, space - cell_len(label) - 2)
             yield [*line, (label, "cyan"), ("  ", ""), (what, ""), (held, "dim")]
 
     def guides(self, rows: Sequence[NodeRow], room: int) -> Iterator[str]:
@@ -221,17 +248,22 @@ def _judge(limits: Sequence[Limit]) -> tuple[str, str]:
     errors = [limit for limit in exceeded if limit.effect == "error"]
     if exceeded:
         sentence = ", ".join(
-            f"over {limit.name} ({format_size(limit.size)}) {_times(limit.ratio)}" for limit in errors or exceeded
+            _over(limit.ratio).format(f"{limit.name} ({format_size(limit.size)})") for limit in errors or exceeded
         )
         return sentence, "bold red" if errors else "bold yellow"
     if limits:
         first = min(limits, key=lambda limit: limit.size)
+        if first.ratio == 1:
+            return f"exactly at {first.name} ({format_size(first.size)})", "bold yellow"
         return f"below every known limit (the first: {first.name}, {format_size(first.size)})", "bold green"
     return "", "bold"
 
 
-def _times(ratio: float) -> str:
-    return f"{ratio:,.1f} times" if ratio >= 1.1 else f"by {100 * (ratio - 1):.1f} %"
+def _over(ratio: float) -> str:
+    """By how much a limit is exceeded, with ``{}`` for the limit."""
+    if ratio >= 1.1:
+        return f"over {{}} {ratio:,.1f} times"
+    return f"over {{}} by {100 * (ratio - 1):.1f} %" if ratio >= 1.0005 else "just over {}"
 
 
 def _size(row: NodeRow, kind: str) -> int:
