@@ -1,6 +1,7 @@
 """The command line: targets, formats, output files, exit codes, terminals, and every kind of bad input."""
 
 import json
+import logging
 import os
 import pickle
 import pty
@@ -257,6 +258,145 @@ def test_script_is_pickled_as_when_it_runs(folder, capsys, name):
     code, out, _ = run(capsys, "analyze", f"train.py:{name}", "-f", "json")
     assert code == 0
     assert json.loads(out)["payload_size"] == int(result.stdout.split()[-1])
+
+
+# Objects that pickle by a name they keep, by `__module__` or by what they wrap.
+NAMED = """
+import abc, collections, contextlib, dataclasses, enum, functools, logging, sys, typing
+import cloudpickle
+import numpy
+
+@functools.lru_cache
+def cached(x): return x
+
+@functools.lru_cache(maxsize=None)
+def calls_cached(x): return cached(x)
+
+def uses_cached(x): return cached(x) + calls_cached(x)
+
+@functools.singledispatch
+def dispatch(x): return x
+
+@dispatch.register
+def _(x: int): return x + 1
+
+def uses_dispatch(x): return dispatch(x)
+
+def decorate(function):
+    @functools.wraps(function)
+    def wrapper(*args): return function(*args)
+    wrapper.extra = cached
+    return wrapper
+
+@decorate
+def wrapped(x): return x
+
+vectorized = numpy.vectorize(wrapped)
+part = functools.partial(cached, 1)
+method = functools.partialmethod(cached, 1)
+
+class Outer:
+    class Inner:
+        class Innermost:
+            @functools.lru_cache
+            def cached(self): return 1
+        @staticmethod
+        def static(): return 1
+        @property
+        def plain(self): return cached
+    def __call__(self): return self.Inner
+
+class Abstract(abc.ABC):
+    @abc.abstractmethod
+    def run(self): ...
+
+class Color(enum.Enum):
+    RED = 1
+
+Pair = collections.namedtuple("Pair", "a b")
+Typed = typing.NamedTuple("Typed", [("a", int)])
+Made = dataclasses.make_dataclass("Made", ["a"])
+Variable = typing.TypeVar("Variable")
+New = typing.NewType("New", int)
+
+@contextlib.contextmanager
+def managed(): yield
+
+@dataclasses.dataclass
+class Holder:
+    value: object = None
+
+inner = Outer.Inner.Innermost()
+holder = Holder(Holder([cached, vectorized, Pair(1, 2), Color.RED]))
+logger = logging.getLogger(__name__)
+logs = lambda: logger
+names = [__name__, cached.__module__, Outer.Inner.__module__, sys.modules["__main__"].__name__]
+main_module = sys.modules["__main__"]
+in_function = lambda: __name__ == "__main__"
+instance = Outer()
+innermost = Outer.Inner.Innermost.cached
+
+if __name__ == "__main__":
+    import os
+    for name in sys.argv[1:]:
+        if os.fork():  # each name in a process of its own: pickling changes what is pickled next
+            os.wait()
+            continue
+        try:
+            print(len(cloudpickle.dumps(globals()[name])), flush=True)
+        except Exception as error:
+            print(f"{type(error).__name__}: {error}", flush=True)
+        os._exit(0)
+"""
+NAMED_NAMES = re.findall(
+    r"\w+",
+    "cached calls_cached uses_cached dispatch uses_dispatch wrapped vectorized part Outer Abstract Color Pair Typed "
+    "Made Variable New managed inner holder logger logs names main_module in_function instance innermost method",
+)
+
+
+def test_what_keeps_the_name_of_its_module(folder, capsys):
+    """The sizes and findings are those of the running script, whatever keeps `__main__` as a name."""
+    (folder / "named.py").write_text(NAMED)
+    result = subprocess.run(
+        [sys.executable, "named.py", *NAMED_NAMES], capture_output=True, check=True, env=environment(), timeout=60
+    )
+    lines = result.stdout.decode().splitlines()
+    assert len(lines) == len(NAMED_NAMES)
+    failing = [name for name, line in zip(NAMED_NAMES, lines) if not line.isdigit()]
+    assert failing == ["dispatch", "uses_dispatch"]
+    for name, expected in zip(NAMED_NAMES, lines):
+        logging.Logger.manager.loggerDict.pop("__main__", None)  # a process of the command line analyzes one script
+        code, out, _ = run(capsys, "analyze", f"named.py:{name}", "-f", "json")
+        report = json.loads(out)
+        failures = [row for row in report["findings"] if row["code"].startswith("FC1")]
+        assert code == 0
+        if expected.isdigit():
+            assert (name, report["payload_size"], failures) == (name, int(expected), [])
+        else:
+            assert expected in " ".join(row["message"] for row in failures)
+
+
+@pytest.mark.parametrize(
+    "guard",
+    [
+        'if __name__ == "__main__":',
+        'if "__main__" == __name__:',
+        'if __name__ in ("__main__", "job"):',
+        'if True and __name__ == "__main__":',
+        'if not __name__ != "__main__":',
+        'is_main = __name__ == "__main__"\nif is_main:',
+        'match __name__:\n  case "__main__":',
+        'class Namespace:\n if __name__ == "__main__":',
+        'try:\n if __name__ == "__main__":',
+    ],
+)
+def test_guarded_code_does_not_run(folder, capsys, guard):
+    end = "\nfinally: pass" if guard.startswith("try") else ""
+    (folder / "guarded.py").write_text(f"x = [__name__]\n{guard}\n    raise SystemExit('ran'){end}\n")
+    code, out, err = run(capsys, "analyze", "guarded.py:x", "-f", "json")
+    assert (code, err) == (0, "fastcap: importing guarded.py\n")
+    assert json.loads(out)["payload_size"] == len(cloudpickle.dumps(["__main__"]))
 
 
 def test_script_leaves_this_process_as_it_was(folder, capsys):
