@@ -6,6 +6,7 @@ import ast
 import importlib
 import importlib.util
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,9 @@ GUARD_NAME = "__mp_main__"
 
 It is what multiprocessing calls a main module that it imports again.
 """
+
+
+_SUFFIXES = (".py", ".pyw")
 
 
 class TargetError(FastcapError):
@@ -56,25 +60,50 @@ def parse_target(text: str) -> Target:
     if os.path.isdir(text):
         raise TargetError(f"{text} is a directory: {_suggest_files(text)}")
     if os.path.exists(text):
-        if text.endswith(".py"):
+        if text.endswith(_SUFFIXES):
             raise TargetError(f"{text} is a Python script: name an object in it, {text}:NAME ({_suggest_names(text)})")
         return Target("file", text)
     where, colon, name = text.rpartition(":")
     if not colon:
         raise TargetError(_explain_missing(text))
+    if where.endswith(":"):
+        raise TargetError(f"TARGET is {text!r}: one colon goes before the name, as in script.py:trainer.fit")
     if not where or not all(part.isidentifier() for part in name.split(".")):
-        raise TargetError(f"{text}: after the colon goes a dotted name, as in script.py:trainer.fit; {name!r} is none")
-    if os.path.isfile(where):
+        raise TargetError(
+            f"TARGET is {text!r}: after the colon goes a dotted name, as in script.py:trainer.fit; {name!r} is none"
+        )
+    if os.path.isfile(where) and _is_script(where):
         return Target("script", where, name)
+    if os.path.exists(where) and not os.path.isdir(where):
+        raise TargetError(f"{where} is no Python script, so it has no {name!r}: for a pickle, TARGET is {where} alone")
     if os.path.isdir(where):
         raise TargetError(f"{where} is a directory: before the colon goes a script or a module, as in script.py:NAME")
-    if where.endswith(".py") or os.sep in where:
+    if where.endswith(_SUFFIXES) or os.sep in where:
         raise TargetError(_explain_missing(where))
     if not all(part.isidentifier() for part in where.split(".")):
         raise TargetError(
-            f"{text}: before the colon goes a script or a module; {where!r} is no file and no module name"
+            f"TARGET is {text!r}: before the colon goes a script or a module; {where!r} is no file and no module name"
         )
     return Target("module", where, name)
+
+
+def _is_script(path: str) -> bool:
+    """By its suffix; what has none is a script if it is Python."""
+    if os.path.splitext(path)[1]:
+        return path.endswith(_SUFFIXES)
+    try:
+        with open(path, "rb") as file:
+            start = file.read(4096)
+            if b"\0" in start:
+                return False
+            if re.match(rb"#!.*python", start):
+                return True
+            ast.parse(start + file.read())
+    except OSError as error:
+        raise TargetError(f"cannot read {path}: {error.strerror}") from error
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return True
 
 
 @contextmanager

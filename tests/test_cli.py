@@ -490,9 +490,13 @@ def test_json_goes_in_as_it_came_out(folder, capsys):
         ("pkg.mod:f", "module", "pkg.mod", "f"),
         ("odd:name.pkl", "file", "odd:name.pkl", ""),
         ("noext:f", "script", "noext", "f"),
+        ("shebang:f", "script", "shebang", "f"),
+        ("job.pyw:f", "script", "job.pyw", "f"),
     ],
 )
 def test_parse_target(folder, text, expected, where, name):
+    (folder / "job.pyw").write_text("f = 1\n")
+    (folder / "shebang").write_text("#!/usr/bin/env python3\nf = (\n")
     (folder / "odd:name.pkl").write_bytes(b"N.")
     (folder / "noext").write_text("f = 1\n")
     target = parse_target(text)
@@ -520,6 +524,13 @@ def test_parse_target(folder, text, expected, where, name):
         ("train.py:make()", "after the colon goes a dotted name"),
         (":train", "after the colon goes a dotted name"),
         ("checkpoints:x", "checkpoints is a directory"),
+        ("payload.pkl:x", "payload.pkl is no Python script, so it has no 'x': for a pickle, TARGET is payload.pkl "),
+        ("array.npy:x.y", "array.npy is no Python script"),
+        ("noext:x", "noext is no Python script"),
+        ("/dev/null:x", "/dev/null is no Python script"),
+        ("job.pyw", "job.pyw is a Python script: name an object in it"),
+        ("train.py::", "fastcap: TARGET is 'train.py::': one colon goes before the name"),
+        ("train.py::train", "one colon goes before the name, as in script.py:trainer.fit"),
         ("not-a-module:x", "'not-a-module' is no file and no module name"),
         ("no_such_module_at_all:x", "no module named 'no_such_module_at_all'"),
         ("train.pi:step", "'train' is not a package; did you mean the script train.py?"),
@@ -554,6 +565,8 @@ def test_bad_targets(folder, capsys, target, message):
     (folder / "exits.py").write_text("import sys\nsys.exit(3)\n")
     (folder / "text.pkl").write_text("hello, this is no pickle\n")
     (folder / "array.npy").write_bytes(b"\x93NUMPY\x01\x00" + bytes(100))
+    (folder / "noext").write_bytes(pickle.dumps(PAYLOAD))
+    (folder / "job.pyw").write_text("f = 1\n")
     (folder / "other.json").write_text('{"a": 1}')
     (folder / "broken.json").write_text('{"format": 1,')
     (folder / "deep.json").write_text('{"a":' * 100_000)
@@ -766,8 +779,72 @@ def test_output_to_a_device(folder, capsys):
 
 
 @pytest.mark.parametrize(
+    "line",
+    [
+        "analyze payload.pkl -f folded -o /dev/stdout | cat",
+        "analyze payload.pkl -f folded -o /dev/fd/3 3>&1 | cat",
+        "analyze payload.pkl -f folded -o /proc/self/fd/1 | cat",
+        "analyze payload.pkl -f folded -o /dev/stderr 2>&1 | cat",
+        "analyze payload.pkl -f folded -o >(cat >out.txt; echo >done); cat done out.txt",
+        "analyze payload.pkl -f folded -o fifo & cat fifo; wait",
+        "analyze payload.pkl -f folded -o link | cat",
+    ],
+)
+def test_output_to_what_is_open_already(folder, line):
+    (folder / "link").symlink_to("/dev/stdout")
+    os.mkfifo(folder / "fifo")
+    os.mkfifo(folder / "done")
+    result = subprocess.run(
+        ["bash", "-c", f"'{sys.executable}' -m fastcap {line}"], capture_output=True, env=environment(), timeout=60
+    )
+    assert (result.returncode, result.stderr) == (0, b"")
+    assert result.stdout.strip() == spawn("analyze", "payload.pkl", "-f", "folded").stdout.strip() != b""
+
+
+def test_output_to_standard_output_is_appended_where_the_shell_appends(folder):
+    (folder / "log").write_text("before\n")
+    with open(folder / "log", "ab") as log:
+        result = subprocess.run(
+            command("analyze", "payload.pkl", "-f", "folded", "-o", "/dev/stdout"), stdout=log, env=environment(),
+            timeout=60,
+        )  # fmt: skip
+    assert result.returncode == 0
+    assert (folder / "log").read_bytes() == b"before\n" + spawn("analyze", "payload.pkl", "-f", "folded").stdout
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("analyze payload.pkl >&-", "standard output is closed: name a file with -o"),
+        ("analyze payload.pkl -o - >&-", "standard output is closed: name a file with -o"),
+        ("analyze train.py:train >&-", "standard output is closed: name a file with -o"),
+        ("diff payload.pkl payload.pkl >&-", "standard output is closed: name a file with -o"),
+        ("rule >&-", "standard output is closed: name a file with -o"),
+        ("rule FC101 >&-", "standard output is closed: name a file with -o"),
+        ("analyze - <&-", "standard input is closed: pipe a pickle into it, or name a file"),
+        ("analyze payload.pkl -o /dev/fd/9 9>&-", "cannot write /dev/fd/9: Bad file descriptor"),
+        ("analyze train.py:train -o /dev/fd/9 9</dev/null", "cannot write /dev/fd/9: it is open for reading only"),
+    ],
+)
+def test_closed_standard_streams(folder, line, message):
+    result = subprocess.run(
+        ["bash", "-c", f"'{sys.executable}' -m fastcap {line}"], capture_output=True, env=environment(), timeout=60
+    )
+    assert (result.returncode, result.stdout, result.stderr.decode()) == (2, b"", f"fastcap: {message}\n")
+
+
+def test_output_file_where_standard_output_is_closed(folder):
+    line = f"'{sys.executable}' -m fastcap analyze payload.pkl -f json -o out.json >&- <&-"
+    result = subprocess.run(["bash", "-c", line], capture_output=True, env=environment(), timeout=60)
+    assert (result.returncode, result.stderr) == (0, b"")
+    assert json.loads((folder / "out.json").read_text())["format"] == 1
+
+
+@pytest.mark.parametrize(
     ("target", "output", "message"),
     [
+        ("payload.pkl", "", "-o needs the name of a file"),
+        ("train.py:step", "", "-o needs the name of a file"),
         ("payload.pkl", "sub", "-o sub is a directory: name a file in it"),
         ("payload.pkl", "no/where.txt", "there is no directory"),
         ("payload.pkl", "payload.pkl", "-o payload.pkl would overwrite TARGET"),
@@ -923,6 +1000,23 @@ def test_interrupt(tmp_path):
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err) == (130, b"", b"fastcap: interrupted\n")
+
+
+def test_interrupt_while_starting(tmp_path):
+    """Ctrl-C may come while the command line itself is being imported."""
+    (tmp_path / "click.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n")
+    variables = environment()
+    variables["PYTHONPATH"] = f"{tmp_path}{os.pathsep}{variables['PYTHONPATH']}"
+    result = subprocess.run(command("--version"), capture_output=True, env=variables, timeout=60)
+    assert (result.returncode, result.stdout, result.stderr) == (130, b"", b"fastcap: interrupted\n")
+
+
+def test_installed_command_imports_nothing_before_it_can_be_interrupted():
+    scripts = (ROOT / "pyproject.toml").read_text().partition("scripts]")[2]
+    module, name = re.search(r'^fastcap = "(.+):(.+)"$', scripts, re.MULTILINE).groups()
+    code = f"import sys, {module}; {module}.{name}; print([*{{'click', 'numpy', 'fastcap.cli'}} & {{*sys.modules}}])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment(), timeout=60)
+    assert (result.stdout, result.stderr) == (b"[]\n", b"")
 
 
 # Analyses a file whose scan reports progress twice, with the delay of the progress bar set to argv[2] seconds.
