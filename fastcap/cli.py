@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib
 import json
 import os
+import re
 import shutil
 import stat
 import sys
@@ -139,8 +141,7 @@ def analyze(
     """
     with _one_line_errors(show_traceback):
         target = parse_target(target_text)
-        if output is not None:
-            _check_output(output, target)
+        _check_output(output, target)
         settings = find_settings(os.getcwd())
         if select:
             settings = replace(settings, select=sum(select, ()))
@@ -219,9 +220,7 @@ def diff(
     with _one_line_errors(show_traceback):
         settings = find_settings(os.getcwd())
         targets = [parse_target(text) for text in (old_text, new_text)]
-        if output is not None:
-            for target in targets:
-                _check_output(output, target)
+        _check_output(output, *targets)
         if all(target.kind == "stdin" for target in targets):
             raise TargetError("OLD and NEW cannot both be standard input")
         objects = [target for target in targets if target.kind in ("script", "module")]
@@ -260,15 +259,18 @@ def rule(code: str | None) -> int:
     from fastcap.findings import RULES, describe_rule
 
     if code is None:
-        click.echo("\n".join(f"{each.code}  {each.severity:8} {each.title}" for each in RULES.values()))
-        return FINE
-    if code.upper() not in RULES:
+        text = "\n".join(f"{each.code}  {each.severity:8} {each.title}" for each in RULES.values())
+    elif code.upper() in RULES:
+        text = f"{code.upper()} {describe_rule(code.upper()).replace('**', '')}"
+    else:
         close = get_close_matches(code.upper(), RULES, n=3)
         raise click.BadParameter(
             f"no rule {code!r}" + (f": did you mean {' or '.join(close)}?" if close else ": fastcap rule lists them"),
             param_hint="CODE",
         )
-    click.echo(f"{code.upper()} {describe_rule(code.upper()).replace('**', '')}")
+    with _one_line_errors(False):
+        _check_output(None)
+        _write_stdout(f"{text}\n")
     return FINE
 
 
@@ -348,7 +350,9 @@ def _read_payload(target: Target, options: ViewOptions, view_options: Sequence[s
 @contextmanager
 def _open(target: Target) -> Iterator[IO[bytes]]:
     if target.kind == "stdin":
-        if sys.stdin is None or sys.stdin.isatty():
+        if sys.stdin is None:
+            raise TargetError("standard input is closed: pipe a pickle into it, or name a file")
+        if sys.stdin.isatty():
             raise TargetError("standard input is a terminal: pipe a pickle into it, or name a file")
         yield sys.stdin.buffer
     else:
@@ -424,41 +428,72 @@ def _can_encode(stream: IO[str] | None, text: str) -> bool:
     return True
 
 
-def _check_output(output: str, target: Target) -> None:
+def _check_output(output: str | None, *targets: Target) -> None:
     """Refuse what cannot be written before any work is done."""
-    if output == "-":
+    if output is None or output == "-":
+        if sys.stdout is None:
+            raise TargetError("standard output is closed: name a file with -o")
         return
+    if not output:
+        raise TargetError("-o needs the name of a file, or - for standard output")
     if os.path.isdir(output):
         raise TargetError(f"-o {output} is a directory: name a file in it")
-    folder = os.path.dirname(os.path.realpath(output))
-    if not os.path.isdir(folder):
+    number = _descriptor(output)
+    if number is not None:
+        try:
+            writable = fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
+        except OSError as error:
+            raise TargetError(f"cannot write {output}: {error.strerror}") from error
+        if not writable:
+            raise TargetError(f"cannot write {output}: it is open for reading only")
+    elif not os.path.exists(output) and not os.path.isdir(folder := os.path.dirname(os.path.realpath(output))):
         raise TargetError(f"-o {output}: there is no directory {folder}")
-    if target.kind in ("file", "script") and os.path.exists(output) and os.path.samefile(output, target.where):
-        raise TargetError(f"-o {output} would overwrite TARGET")
+    for target in targets:
+        if target.kind in ("file", "script") and os.path.exists(output) and os.path.samefile(output, target.where):
+            raise TargetError(f"-o {output} would overwrite TARGET")
+
+
+def _descriptor(path: str) -> int | None:
+    """The open file that a path such as ``/dev/stdout`` or ``/dev/fd/63``, as shells give for ``>(…)``, stands for."""
+    match = re.fullmatch(r"/dev/(?:fd/(\d{1,9})|stdout|stderr)|/proc/self/fd/(\d{1,9})", path)
+    if match is None:
+        return None
+    return int(match[1] or match[2] or (1 if path == "/dev/stdout" else 2))
 
 
 def _write(text: str, output: str | None) -> None:
     if output is None or output == "-":
         _write_stdout(text)
         return
+    data = text.encode("utf-8", "backslashreplace")
     try:
-        _write_file(text.encode("utf-8", "backslashreplace"), os.path.realpath(output))
+        number = _descriptor(output)
+        if number is not None:
+            # Not opened anew: that would empty a file to which the shell appends, and fail for a socket.
+            _write_whole(os.dup(number), data)
+        elif os.path.exists(output) and not os.path.isfile(output):
+            _write_whole(os.open(output, os.O_WRONLY), data)
+        else:
+            _write_file(data, os.path.realpath(output))
+    except BrokenPipeError:
+        pass  # as for standard output
     except OSError as error:
         raise TargetError(f"cannot write {output}: {error.strerror}") from error
 
 
+def _write_whole(descriptor: int, data: bytes) -> None:
+    with open(descriptor, "wb") as file:
+        file.write(data)
+
+
 def _write_file(data: bytes, path: str) -> None:
-    """All of ``data`` or nothing: written beside ``path``, then renamed. Devices and pipes are opened as they are."""
-    if os.path.exists(path) and not os.path.isfile(path):
-        with open(path, "wb") as file:
-            file.write(data)
-        return
+    """All of ``data`` or nothing: written beside ``path``, then renamed."""
     beside = f"{path}.{os.getpid()}.tmp"
     try:
-        with open(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb") as file:
-            if os.path.exists(path):
-                shutil.copymode(path, beside)
-            file.write(data)
+        descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        if os.path.exists(path):
+            shutil.copymode(path, beside)
+        _write_whole(descriptor, data)
         os.replace(beside, path)
     except BaseException:
         with suppress(FileNotFoundError):
@@ -469,8 +504,6 @@ def _write_file(data: bytes, path: str) -> None:
 def _write_stdout(text: str) -> None:
     """Nothing is said if the reader has gone away, as ``head`` does."""
     stream = sys.stdout
-    if stream is None:
-        return
     try:
         stream.flush()
         stream.buffer.write(text.encode(stream.encoding or "utf-8", "backslashreplace"))

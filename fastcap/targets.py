@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import ast
-import gc
 import importlib
 import importlib.util
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import Any, Literal
 
 from fastcap.errors import FastcapError
 
-RUN_NAME = "__mp_main__"
-"""``__name__`` of a script while it is imported; what multiprocessing calls a main module that it imports again."""
+GUARD_NAME = "__mp_main__"
+"""What the top level of a script finds when it asks whether it is the main program.
+
+It is what multiprocessing calls a main module that it imports again.
+"""
+
+
+_SUFFIXES = (".py", ".pyw")
 
 
 class TargetError(FastcapError):
@@ -54,38 +60,62 @@ def parse_target(text: str) -> Target:
     if os.path.isdir(text):
         raise TargetError(f"{text} is a directory: {_suggest_files(text)}")
     if os.path.exists(text):
-        if text.endswith(".py"):
+        if text.endswith(_SUFFIXES):
             raise TargetError(f"{text} is a Python script: name an object in it, {text}:NAME ({_suggest_names(text)})")
         return Target("file", text)
     where, colon, name = text.rpartition(":")
     if not colon:
         raise TargetError(_explain_missing(text))
+    if where.endswith(":"):
+        raise TargetError(f"TARGET is {text!r}: one colon goes before the name, as in script.py:trainer.fit")
     if not where or not all(part.isidentifier() for part in name.split(".")):
-        raise TargetError(f"{text}: after the colon goes a dotted name, as in script.py:trainer.fit; {name!r} is none")
-    if os.path.isfile(where):
+        raise TargetError(
+            f"TARGET is {text!r}: after the colon goes a dotted name, as in script.py:trainer.fit; {name!r} is none"
+        )
+    if os.path.isfile(where) and _is_script(where):
         return Target("script", where, name)
+    if os.path.exists(where) and not os.path.isdir(where):
+        raise TargetError(f"{where} is no Python script, so it has no {name!r}: for a pickle, TARGET is {where} alone")
     if os.path.isdir(where):
         raise TargetError(f"{where} is a directory: before the colon goes a script or a module, as in script.py:NAME")
-    if where.endswith(".py") or os.sep in where:
+    if where.endswith(_SUFFIXES) or os.sep in where:
         raise TargetError(_explain_missing(where))
     if not all(part.isidentifier() for part in where.split(".")):
         raise TargetError(
-            f"{text}: before the colon goes a script or a module; {where!r} is no file and no module name"
+            f"TARGET is {text!r}: before the colon goes a script or a module; {where!r} is no file and no module name"
         )
     return Target("module", where, name)
+
+
+def _is_script(path: str) -> bool:
+    """By its suffix; what has none is a script if it is Python."""
+    if os.path.splitext(path)[1]:
+        return path.endswith(_SUFFIXES)
+    try:
+        with open(path, "rb") as file:
+            start = file.read(4096)
+            if b"\0" in start:
+                return False
+            if re.match(rb"#!.*python", start):
+                return True
+            ast.parse(start + file.read())
+    except OSError as error:
+        raise TargetError(f"cannot read {path}: {error.strerror}") from error
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return True
 
 
 @contextmanager
 def imported(target: Target) -> Iterator[Any]:
     """The object that a script or module target names; the modules that its pickling needs stay in place meanwhile.
 
-    A script is run as ``python script.py`` would run it, with its directory first on ``sys.path``, except for the
-    parts that ask for ``__name__ == "__main__"``. Afterwards it takes the place of ``__main__``: its functions and
-    classes belong to ``__main__``, so that a pickler treats them as in a job that runs the script: by value. (What
-    keeps ``__name__`` itself, such as a logger, keeps `RUN_NAME`.)
+    A script is run as ``python script.py`` would run it, under the name ``__main__`` and in its place, with its
+    directory first on ``sys.path``: what it defines is pickled as in a job that runs the script. Only where its top
+    level compares ``__name__``, it is told `GUARD_NAME`.
     Raises `TargetError` if the import fails or the name is missing.
     """
-    kept = {name: sys.modules.get(name) for name in ("__main__", RUN_NAME)}
+    kept_main = sys.modules["__main__"]
     kept_path, kept_argv = sys.path[:], sys.argv
     try:
         if target.kind == "script":
@@ -97,11 +127,7 @@ def imported(target: Target) -> Iterator[Any]:
         yield _look_up(module, target)
     finally:
         sys.path[:], sys.argv = kept_path, kept_argv
-        for name, previous in kept.items():
-            if previous is None:
-                sys.modules.pop(name, None)
-            else:
-                sys.modules[name] = previous
+        sys.modules["__main__"] = kept_main
 
 
 def _run_script(path: str) -> ModuleType:
@@ -111,42 +137,50 @@ def _run_script(path: str) -> ModuleType:
             source = file.read()
     except OSError as error:
         raise TargetError(f"cannot read {path}: {error.strerror}") from error
-    module = ModuleType(RUN_NAME)
+    # A string of its own, as the interpreter makes it; the interned constant would count once where this counts twice.
+    module = ModuleType("".join(("__main", "__")))
     # As in the namespace of a real __main__: cloudpickle sends __file__, __name__ and __package__ with a function.
     module.__file__ = full_path
     module.__package__ = None
-    sys.modules["__main__"] = sys.modules[RUN_NAME] = module
+    sys.modules["__main__"] = module
     sys.path.insert(0, os.path.dirname(full_path))
     sys.argv = [path]
     try:
-        exec(compile(source, full_path, "exec", dont_inherit=True), module.__dict__)
+        tree = _NameGuards().visit(ast.parse(source, full_path))
+        exec(compile(tree, full_path, "exec", dont_inherit=True), module.__dict__)
     except (Exception, SystemExit) as error:
         raise UserCodeError(f"importing {path} failed: {locate_error(error, full_path)}") from error
-    del sys.modules[RUN_NAME]
-    module.__name__ = "__main__"
-    _rename_module(RUN_NAME, "__main__")
     return module
 
 
-def _rename_module(old: str, new: str) -> None:
-    """Let functions and classes that were defined in module ``old`` say that they come from ``new``."""
-    for thing in gc.get_objects():
-        kind = type(thing)
-        if kind is FunctionType:
-            if _is(thing.__module__, old):
-                thing.__module__ = new
-        elif issubclass(kind, type):
-            # Not by way of a metaclass, which may do anything.
-            attributes = type.__getattribute__(thing, "__dict__")
-            if _is(attributes.get("__module__"), old):
-                line = attributes.get("__firstlineno__")
-                type.__setattr__(thing, "__module__", new)
-                if line is not None:  # CPython 3.13 drops it when __module__ is set (gh-118465)
-                    type.__setattr__(thing, "__firstlineno__", line)
+class _NameGuards(ast.NodeTransformer):
+    """Puts `GUARD_NAME` in the place of ``__name__`` where the top level of a script compares it.
+
+    Functions stay as they are: their code may be pickled.
+    """
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        return node
+
+    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> ast.AST:
+        return node
+
+    def visit_Lambda(self, node: ast.Lambda) -> ast.AST:
+        return node
+
+    def visit_Compare(self, node: ast.Compare) -> ast.AST:
+        node.left, *node.comparators = map(_guarded, (node.left, *node.comparators))
+        return self.generic_visit(node)
+
+    def visit_Match(self, node: ast.Match) -> ast.AST:
+        node.subject = _guarded(node.subject)
+        return self.generic_visit(node)
 
 
-def _is(value: object, text: str) -> bool:
-    return type(value) is str and value == text
+def _guarded(node: ast.expr) -> ast.expr:
+    if isinstance(node, ast.Name) and node.id == "__name__":
+        return ast.copy_location(ast.Constant(GUARD_NAME), node)
+    return node
 
 
 def _import_module(name: str) -> ModuleType:

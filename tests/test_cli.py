@@ -1,6 +1,7 @@
 """The command line: targets, formats, output files, exit codes, terminals, and every kind of bad input."""
 
 import json
+import logging
 import os
 import pickle
 import pty
@@ -259,6 +260,145 @@ def test_script_is_pickled_as_when_it_runs(folder, capsys, name):
     assert json.loads(out)["payload_size"] == int(result.stdout.split()[-1])
 
 
+# Objects that pickle by a name they keep, by `__module__` or by what they wrap.
+NAMED = """
+import abc, collections, contextlib, dataclasses, enum, functools, logging, sys, typing
+import cloudpickle
+import numpy
+
+@functools.lru_cache
+def cached(x): return x
+
+@functools.lru_cache(maxsize=None)
+def calls_cached(x): return cached(x)
+
+def uses_cached(x): return cached(x) + calls_cached(x)
+
+@functools.singledispatch
+def dispatch(x): return x
+
+@dispatch.register
+def _(x: int): return x + 1
+
+def uses_dispatch(x): return dispatch(x)
+
+def decorate(function):
+    @functools.wraps(function)
+    def wrapper(*args): return function(*args)
+    wrapper.extra = cached
+    return wrapper
+
+@decorate
+def wrapped(x): return x
+
+vectorized = numpy.vectorize(wrapped)
+part = functools.partial(cached, 1)
+method = functools.partialmethod(cached, 1)
+
+class Outer:
+    class Inner:
+        class Innermost:
+            @functools.lru_cache
+            def cached(self): return 1
+        @staticmethod
+        def static(): return 1
+        @property
+        def plain(self): return cached
+    def __call__(self): return self.Inner
+
+class Abstract(abc.ABC):
+    @abc.abstractmethod
+    def run(self): ...
+
+class Color(enum.Enum):
+    RED = 1
+
+Pair = collections.namedtuple("Pair", "a b")
+Typed = typing.NamedTuple("Typed", [("a", int)])
+Made = dataclasses.make_dataclass("Made", ["a"])
+Variable = typing.TypeVar("Variable")
+New = typing.NewType("New", int)
+
+@contextlib.contextmanager
+def managed(): yield
+
+@dataclasses.dataclass
+class Holder:
+    value: object = None
+
+inner = Outer.Inner.Innermost()
+holder = Holder(Holder([cached, vectorized, Pair(1, 2), Color.RED]))
+logger = logging.getLogger(__name__)
+logs = lambda: logger
+names = [__name__, cached.__module__, Outer.Inner.__module__, sys.modules["__main__"].__name__]
+main_module = sys.modules["__main__"]
+in_function = lambda: __name__ == "__main__"
+instance = Outer()
+innermost = Outer.Inner.Innermost.cached
+
+if __name__ == "__main__":
+    import os
+    for name in sys.argv[1:]:
+        if os.fork():  # each name in a process of its own: pickling changes what is pickled next
+            os.wait()
+            continue
+        try:
+            print(len(cloudpickle.dumps(globals()[name])), flush=True)
+        except Exception as error:
+            print(f"{type(error).__name__}: {error}", flush=True)
+        os._exit(0)
+"""
+NAMED_NAMES = re.findall(
+    r"\w+",
+    "cached calls_cached uses_cached dispatch uses_dispatch wrapped vectorized part Outer Abstract Color Pair Typed "
+    "Made Variable New managed inner holder logger logs names main_module in_function instance innermost method",
+)
+
+
+def test_what_keeps_the_name_of_its_module(folder, capsys):
+    """The sizes and findings are those of the running script, whatever keeps `__main__` as a name."""
+    (folder / "named.py").write_text(NAMED)
+    result = subprocess.run(
+        [sys.executable, "named.py", *NAMED_NAMES], capture_output=True, check=True, env=environment(), timeout=60
+    )
+    lines = result.stdout.decode().splitlines()
+    assert len(lines) == len(NAMED_NAMES)
+    failing = [name for name, line in zip(NAMED_NAMES, lines) if not line.isdigit()]
+    assert failing == ["dispatch", "uses_dispatch"]
+    for name, expected in zip(NAMED_NAMES, lines):
+        logging.Logger.manager.loggerDict.pop("__main__", None)  # a process of the command line analyzes one script
+        code, out, _ = run(capsys, "analyze", f"named.py:{name}", "-f", "json")
+        report = json.loads(out)
+        failures = [row for row in report["findings"] if row["code"].startswith("FC1")]
+        assert code == 0
+        if expected.isdigit():
+            assert (name, report["payload_size"], failures) == (name, int(expected), [])
+        else:
+            assert expected in " ".join(row["message"] for row in failures)
+
+
+@pytest.mark.parametrize(
+    "guard",
+    [
+        'if __name__ == "__main__":',
+        'if "__main__" == __name__:',
+        'if __name__ in ("__main__", "job"):',
+        'if True and __name__ == "__main__":',
+        'if not __name__ != "__main__":',
+        'is_main = __name__ == "__main__"\nif is_main:',
+        'match __name__:\n  case "__main__":',
+        'class Namespace:\n if __name__ == "__main__":',
+        'try:\n if __name__ == "__main__":',
+    ],
+)
+def test_guarded_code_does_not_run(folder, capsys, guard):
+    end = "\nfinally: pass" if guard.startswith("try") else ""
+    (folder / "guarded.py").write_text(f"x = [__name__]\n{guard}\n    raise SystemExit('ran'){end}\n")
+    code, out, err = run(capsys, "analyze", "guarded.py:x", "-f", "json")
+    assert (code, err) == (0, "fastcap: importing guarded.py\n")
+    assert json.loads(out)["payload_size"] == len(cloudpickle.dumps(["__main__"]))
+
+
 def test_script_leaves_this_process_as_it_was(folder, capsys):
     before = sys.modules["__main__"], sys.path[:], sys.argv[:], sys.modules.get("__mp_main__")
     assert run(capsys, "analyze", "train.py:step")[0] == 0
@@ -350,9 +490,13 @@ def test_json_goes_in_as_it_came_out(folder, capsys):
         ("pkg.mod:f", "module", "pkg.mod", "f"),
         ("odd:name.pkl", "file", "odd:name.pkl", ""),
         ("noext:f", "script", "noext", "f"),
+        ("shebang:f", "script", "shebang", "f"),
+        ("job.pyw:f", "script", "job.pyw", "f"),
     ],
 )
 def test_parse_target(folder, text, expected, where, name):
+    (folder / "job.pyw").write_text("f = 1\n")
+    (folder / "shebang").write_text("#!/usr/bin/env python3\nf = (\n")
     (folder / "odd:name.pkl").write_bytes(b"N.")
     (folder / "noext").write_text("f = 1\n")
     target = parse_target(text)
@@ -380,6 +524,13 @@ def test_parse_target(folder, text, expected, where, name):
         ("train.py:make()", "after the colon goes a dotted name"),
         (":train", "after the colon goes a dotted name"),
         ("checkpoints:x", "checkpoints is a directory"),
+        ("payload.pkl:x", "payload.pkl is no Python script, so it has no 'x': for a pickle, TARGET is payload.pkl "),
+        ("array.npy:x.y", "array.npy is no Python script"),
+        ("noext:x", "noext is no Python script"),
+        ("/dev/null:x", "/dev/null is no Python script"),
+        ("job.pyw", "job.pyw is a Python script: name an object in it"),
+        ("train.py::", "fastcap: TARGET is 'train.py::': one colon goes before the name"),
+        ("train.py::train", "one colon goes before the name, as in script.py:trainer.fit"),
         ("not-a-module:x", "'not-a-module' is no file and no module name"),
         ("no_such_module_at_all:x", "no module named 'no_such_module_at_all'"),
         ("train.pi:step", "'train' is not a package; did you mean the script train.py?"),
@@ -414,6 +565,8 @@ def test_bad_targets(folder, capsys, target, message):
     (folder / "exits.py").write_text("import sys\nsys.exit(3)\n")
     (folder / "text.pkl").write_text("hello, this is no pickle\n")
     (folder / "array.npy").write_bytes(b"\x93NUMPY\x01\x00" + bytes(100))
+    (folder / "noext").write_bytes(pickle.dumps(PAYLOAD))
+    (folder / "job.pyw").write_text("f = 1\n")
     (folder / "other.json").write_text('{"a": 1}')
     (folder / "broken.json").write_text('{"format": 1,')
     (folder / "deep.json").write_text('{"a":' * 100_000)
@@ -626,8 +779,72 @@ def test_output_to_a_device(folder, capsys):
 
 
 @pytest.mark.parametrize(
+    "line",
+    [
+        "analyze payload.pkl -f folded -o /dev/stdout | cat",
+        "analyze payload.pkl -f folded -o /dev/fd/3 3>&1 | cat",
+        "analyze payload.pkl -f folded -o /proc/self/fd/1 | cat",
+        "analyze payload.pkl -f folded -o /dev/stderr 2>&1 | cat",
+        "analyze payload.pkl -f folded -o >(cat >out.txt; echo >done); cat done out.txt",
+        "analyze payload.pkl -f folded -o fifo & cat fifo; wait",
+        "analyze payload.pkl -f folded -o link | cat",
+    ],
+)
+def test_output_to_what_is_open_already(folder, line):
+    (folder / "link").symlink_to("/dev/stdout")
+    os.mkfifo(folder / "fifo")
+    os.mkfifo(folder / "done")
+    result = subprocess.run(
+        ["bash", "-c", f"'{sys.executable}' -m fastcap {line}"], capture_output=True, env=environment(), timeout=60
+    )
+    assert (result.returncode, result.stderr) == (0, b"")
+    assert result.stdout.strip() == spawn("analyze", "payload.pkl", "-f", "folded").stdout.strip() != b""
+
+
+def test_output_to_standard_output_is_appended_where_the_shell_appends(folder):
+    (folder / "log").write_text("before\n")
+    with open(folder / "log", "ab") as log:
+        result = subprocess.run(
+            command("analyze", "payload.pkl", "-f", "folded", "-o", "/dev/stdout"), stdout=log, env=environment(),
+            timeout=60,
+        )  # fmt: skip
+    assert result.returncode == 0
+    assert (folder / "log").read_bytes() == b"before\n" + spawn("analyze", "payload.pkl", "-f", "folded").stdout
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("analyze payload.pkl >&-", "standard output is closed: name a file with -o"),
+        ("analyze payload.pkl -o - >&-", "standard output is closed: name a file with -o"),
+        ("analyze train.py:train >&-", "standard output is closed: name a file with -o"),
+        ("diff payload.pkl payload.pkl >&-", "standard output is closed: name a file with -o"),
+        ("rule >&-", "standard output is closed: name a file with -o"),
+        ("rule FC101 >&-", "standard output is closed: name a file with -o"),
+        ("analyze - <&-", "standard input is closed: pipe a pickle into it, or name a file"),
+        ("analyze payload.pkl -o /dev/fd/9 9>&-", "cannot write /dev/fd/9: Bad file descriptor"),
+        ("analyze train.py:train -o /dev/fd/9 9</dev/null", "cannot write /dev/fd/9: it is open for reading only"),
+    ],
+)
+def test_closed_standard_streams(folder, line, message):
+    result = subprocess.run(
+        ["bash", "-c", f"'{sys.executable}' -m fastcap {line}"], capture_output=True, env=environment(), timeout=60
+    )
+    assert (result.returncode, result.stdout, result.stderr.decode()) == (2, b"", f"fastcap: {message}\n")
+
+
+def test_output_file_where_standard_output_is_closed(folder):
+    line = f"'{sys.executable}' -m fastcap analyze payload.pkl -f json -o out.json >&- <&-"
+    result = subprocess.run(["bash", "-c", line], capture_output=True, env=environment(), timeout=60)
+    assert (result.returncode, result.stderr) == (0, b"")
+    assert json.loads((folder / "out.json").read_text())["format"] == 1
+
+
+@pytest.mark.parametrize(
     ("target", "output", "message"),
     [
+        ("payload.pkl", "", "-o needs the name of a file"),
+        ("train.py:step", "", "-o needs the name of a file"),
         ("payload.pkl", "sub", "-o sub is a directory: name a file in it"),
         ("payload.pkl", "no/where.txt", "there is no directory"),
         ("payload.pkl", "payload.pkl", "-o payload.pkl would overwrite TARGET"),
@@ -783,6 +1000,23 @@ def test_interrupt(tmp_path):
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err) == (130, b"", b"fastcap: interrupted\n")
+
+
+def test_interrupt_while_starting(tmp_path):
+    """Ctrl-C may come while the command line itself is being imported."""
+    (tmp_path / "click.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n")
+    variables = environment()
+    variables["PYTHONPATH"] = f"{tmp_path}{os.pathsep}{variables['PYTHONPATH']}"
+    result = subprocess.run(command("--version"), capture_output=True, env=variables, timeout=60)
+    assert (result.returncode, result.stdout, result.stderr) == (130, b"", b"fastcap: interrupted\n")
+
+
+def test_installed_command_imports_nothing_before_it_can_be_interrupted():
+    scripts = (ROOT / "pyproject.toml").read_text().partition("scripts]")[2]
+    module, name = re.search(r'^fastcap = "(.+):(.+)"$', scripts, re.MULTILINE).groups()
+    code = f"import sys, {module}; {module}.{name}; print([*{{'click', 'numpy', 'fastcap.cli'}} & {{*sys.modules}}])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, env=environment(), timeout=60)
+    assert (result.stdout, result.stderr) == (b"[]\n", b"")
 
 
 # Analyses a file whose scan reports progress twice, with the delay of the progress bar set to argv[2] seconds.
