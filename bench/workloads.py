@@ -273,7 +273,7 @@ def stream_of(obj: Any) -> bytes:
 
 
 def scan_graph(obj: Any) -> Callable[[], Any]:
-    """The stream into a graph with dominators: what fastcap.scan does before it reports."""
+    """The stream into a graph, as fastcap.scan does before it looks at anything."""
     stream, scanner, graph = stream_of(obj), part_of("fastcap._native.scanner", "Scanner"), part_of(
         "fastcap._native.graph", "Graph")
 
@@ -281,6 +281,17 @@ def scan_graph(obj: Any) -> Callable[[], Any]:
         reader = scanner()
         reader.write(stream)
         return graph(reader.finish())
+
+    return run
+
+
+def scan_dominators(obj: Any) -> Callable[[], Any]:
+    """The same with sizes and dominators, into fresh memory: earlier graphs are kept, so that theirs is not used again."""
+    scan, kept = scan_graph(obj), []
+
+    def run():
+        kept.append(scan())
+        kept[-1].sizes()
 
     return run
 
@@ -331,6 +342,7 @@ CONTENDERS: dict[str, Callable[[Any], Callable[[], Any]]] = {
     "loads": loads,
     "scan": scan_only,
     "scan and graph": scan_graph,
+    "dominators": scan_dominators,
     "scan and report": scan_report,
 }
 
