@@ -660,6 +660,25 @@ def test_what_cannot_be_pickled_is_reported(folder, capsys):
     assert "Stubborn cannot be pickled (ValueError: cannot be pickled second line)" in out
 
 
+def test_lock_behind_a_closure(folder, capsys):
+    (folder / "locked.py").write_text(textwrap.dedent("""
+        import threading
+        class Holder:
+            def __init__(self):
+                self.lock = threading.Lock()
+        def make():
+            c = Holder()
+            return lambda: c.lock
+        f = make()
+    """))
+    code, out, err = run(capsys, "analyze", "locked.py:f")
+    assert code == 0
+    assert out.splitlines()[1].startswith("will not pickle")
+    assert re.search(r"error +FC101 +\S+<closure c>\.lock$", out, re.MULTILINE)
+    assert "TypeError: cannot pickle '_thread.lock' object" in " ".join(out.split())
+    assert ".pyx" not in out + err
+
+
 @pytest.mark.parametrize("form", ["text", "json"])
 def test_no_budget_holds_what_cannot_be_pickled(folder, capsys, form):
     code, out, err = run(capsys, "analyze", "train.py:lock", "--max-size", "1GiB", "--format", form)
