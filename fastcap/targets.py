@@ -239,7 +239,7 @@ def locate_error(error: BaseException, file: str | None = None) -> str:
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith((_PACKAGE, "<frozen ")) and frame.filename != importlib.__file__
+        if not frame.filename.startswith((_PACKAGE, "src_cython/", "<frozen ")) and frame.filename != importlib.__file__
     ]
     inside = [frame for frame in frames if file is not None and frame.filename == file]
     place = (inside or frames)[-1:]

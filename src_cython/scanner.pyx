@@ -200,7 +200,8 @@ cdef class Scanner:
     """A file-like object that a pickle stream is written to, in chunks of any size; `finish` returns its `Tables`.
 
     ``buffer_sizes`` are the sizes, in bytes, of the out-of-band buffers that belong to the stream (PEP 574); more can
-    be announced with `add_buffer`. With ``max_nodes``, a stream with more nodes than that is refused.
+    be announced with `add_buffer`. With ``max_nodes``, a stream with more nodes than that, or far more open
+    marks, is refused.
 
     `write` raises `fastcap.PayloadError` where the bytes are not a pickle stream; after that the scanner is unusable.
     Several pickles may follow one another; with ``shared_memo`` they were written by one pickler that kept its memo.
@@ -686,6 +687,9 @@ cdef class Scanner:
         cdef Mark* mark
         cdef Py_ssize_t capacity
         if self.mark_count == self.mark_capacity:
+            # Every mark ends in a node, or is popped. Asked only where marks need more memory: that is what counts.
+            if self.mark_count >= <Py_ssize_t>self.max_nodes:
+                self.fail(f"the stream has more than {self.max_nodes:,} open marks", start + self.overhead)
             capacity = max(64, self.mark_capacity * 2)
             mark = <Mark*>PyMem_RawRealloc(self.marks, capacity * sizeof(Mark))
             if mark == NULL:

@@ -17,10 +17,12 @@ import cloudpickle
 import pytest
 
 import fastcap
+from fastcap._native.scanner import Scanner
 from fastcap.cli import main
+from fastcap.errors import PayloadError
 from fastcap.findings import RULES
 from fastcap.report import Report
-from fastcap.targets import parse_target
+from fastcap.targets import locate_error, parse_target
 
 ROOT = Path(__file__).parent.parent
 SAVED = Path(__file__).parent / "golden" / "oversized.json"
@@ -658,6 +660,31 @@ def test_what_cannot_be_pickled_is_reported(folder, capsys):
     assert out.splitlines()[1] == "will not pickle, because of one part; the sizes are those without"
     assert re.search(r"error +FC101 +stubborn$", out, re.MULTILINE)
     assert "Stubborn cannot be pickled (ValueError: cannot be pickled second line)" in out
+
+
+def test_errors_are_not_located_in_the_native_code():
+    with pytest.raises(PayloadError) as caught:
+        Scanner().write(b"no pickle")
+    assert re.search(r"\(.*test_cli\.py:\d+\)$", locate_error(caught.value))
+
+
+def test_lock_behind_a_closure(folder, capsys):
+    (folder / "locked.py").write_text(textwrap.dedent("""
+        import threading
+        class Holder:
+            def __init__(self):
+                self.lock = threading.Lock()
+        def make():
+            c = Holder()
+            return lambda: c.lock
+        f = make()
+    """))
+    code, out, err = run(capsys, "analyze", "locked.py:f")
+    assert code == 0
+    assert out.splitlines()[1].startswith("will not pickle")
+    assert re.search(r"error +FC101 +\S+<closure c>\.lock$", out, re.MULTILINE)
+    assert "TypeError: cannot pickle '_thread.lock' object" in " ".join(out.split())
+    assert ".pyx" not in out + err
 
 
 @pytest.mark.parametrize("form", ["text", "json"])

@@ -1,15 +1,19 @@
 """Reading pickles from paths, bytes and file objects, compressed or not."""
 
 import bz2
+import copy
 import gzip
 import io
 import lzma
 import os
 import pickle
+import subprocess
 import sys
+import textwrap
 import tracemalloc
 import zipfile
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +22,7 @@ from fastcap.analysis import scan
 from fastcap.errors import PayloadError
 from fastcap.opening import BLOCK, MissingLibrary, scan_source
 
+ROOT = Path(__file__).parent.parent
 OBJECT = {"rows": [{"id": i, "name": f"user {i}"} for i in range(2000)], "blob": bytes(3 * BLOCK), "tail": [1, 2, 3]}
 DATA = pickle.dumps(OBJECT, protocol=5)
 
@@ -193,6 +198,34 @@ def test_bombs_are_refused_early(opcodes):
     with pytest.raises(PayloadError, match="bomb") as caught:
         scan(bomb)
     assert caught.value.offset < 40_000_000
+
+
+@pytest.mark.parametrize("opcodes", [b"(", b"(N", b"]"])
+def test_a_bomb_takes_little_memory(tmp_path, opcodes):
+    """A few ten kilobytes that unpack to 60 MB of structure."""
+    bomb = gzip.compress(b"\x80\x04" + opcodes * (60_000_000 // len(opcodes)), 9)
+    (tmp_path / "bomb.gz").write_bytes(bomb)
+    code = textwrap.dedent(r"""
+        import re, sys
+        import fastcap
+        try:
+            fastcap.scan(sys.argv[1])
+        except fastcap.PayloadError as error:
+            # Not ru_maxrss, which a process inherits from the one that started it.
+            print(re.search(r"VmHWM:\s*(\d+)", open("/proc/self/status").read())[1], error)
+    """)
+    result = subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "bomb.gz"], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    peak, _, message = result.stdout.partition(" ")
+    assert "bomb" in message
+    assert int(peak) < 150_000  # KiB; importing fastcap takes 40,000 of them
+
+
+@pytest.mark.parametrize("value", [0.0, [], "a"])
+def test_many_equal_things_that_compress_well_are_no_bomb(value):
+    data = pickle.dumps([copy.copy(value) for _ in range(900_000)], 5)
+    assert scan(gzip.compress(data)).payload_size == len(data)
 
 
 def test_a_big_blob_that_compresses_well_is_no_bomb():
