@@ -286,7 +286,7 @@ def scan_graph(obj: Any) -> Callable[[], Any]:
 
 
 def scan_dominators(obj: Any) -> Callable[[], Any]:
-    """The same with sizes and dominators, in fresh memory: earlier graphs are kept, so that theirs is not used again."""
+    """With sizes and dominators, and in fresh memory: earlier graphs are kept, so that theirs is not used again."""
     scan, kept = scan_graph(obj), []
 
     def run():
