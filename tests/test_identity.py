@@ -89,8 +89,8 @@ def test_failures_are_of_the_same_type(failing, flavor, module):
         assert numbered(found) == numbered(expected)
 
 
-# Plain pickle gives each tensor a storage of its own; compact mode keeps the storages of the original from protocol 5 on,
-# where it can write them as buffers.
+# Plain pickle gives each tensor a storage of its own; compact mode keeps the storages of the original from protocol 5
+# on, where it can write them as buffers.
 SHARES_MORE = {"torch tensors", "torch module and state dict"}
 
 
