@@ -55,6 +55,7 @@ def shell(tmp_path):
 def without_small_numbers(text):
     """Byte and node counts depend on the version of Python and on where the script lies; sizes in MiB do not."""
     text = re.sub(r"\d[\d,]*(?= B\b| nodes?\b| more\b)", "#", text)
+    text = re.sub(r"\d+\.\d(?= %)", "#", text)  # of sizes that differ by Python version
     text = re.sub(r"(?<= function )\d+$", "#", text, flags=re.MULTILINE)  # folded stacks
     return [" ".join(line.split()) for line in text.splitlines()]
 
