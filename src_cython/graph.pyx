@@ -1,9 +1,10 @@
 """The graph of one payload: sizes, memo references and dominators, on the tables that a scan filled.
 
-The tables are checked once, in `Graph.__init__`; everything after that trusts them. Nodes stand in stream order, which
-is a depth-first preorder of the tree of spans, and also of the whole graph: a memo reference leads to something that was
-written before it, hence to an ancestor, to a node further left, or (seen from a node whose span goes on) to a
-descendant, never to a node further right. Lengauer and Tarjan's algorithm therefore runs on the table as it is.
+The tables are checked once, before the first look at them (`Graph.ready`); everything after that trusts them. Nodes
+stand in stream order, which is a depth-first preorder of the tree of spans, and also of the whole graph: a memo
+reference leads to something that was written before it, hence to an ancestor, to a node further left, or (seen from a
+node whose span goes on) to a descendant, never to a node further right. Lengauer and Tarjan's algorithm therefore runs
+on the table as it is.
 """
 
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
@@ -64,7 +65,8 @@ cdef class Graph:
     """Array of the nodes of one payload, in stream order; node 0 is the root.
 
     ``tables`` is what `Scanner.finish` returns, or anything with the same attributes: every index and span in it is
-    checked, and ``ValueError`` says what does not fit. Sizes and dominators are computed when they are first asked for.
+    checked before the first look at the nodes, and ``ValueError`` says what does not fit. Sizes and dominators are
+    computed when they are first asked for.
     """
 
     cdef Py_buffer nodes_view, refs_view, skeleton_view, holes_view, overheads_view
@@ -75,6 +77,7 @@ cdef class Graph:
     cdef const uint8_t* skeleton
     cdef const Hole* hole_table
     cdef const Overhead* overheads
+    cdef bint checked                   # the tables have been found sound, see `ready`
     cdef uint32_t n                     # nodes
     cdef uint32_t ref_count
     cdef Py_ssize_t hole_count, overhead_count
@@ -132,18 +135,6 @@ cdef class Graph:
         self.protocol = tables.protocol
         self.pickle_count = tables.pickle_count
         self.tail = tables.tail
-        self.check()
-        if self.buffer_count:
-            self.buffered = <uint64_t*>allocate(self.n * sizeof(uint64_t))
-            memset(self.buffered, 0, self.n * sizeof(uint64_t))
-            for i in range(self.n - 1, 0, -1):
-                if self.nodes[i].op == OP_NEXT_BUFFER and self.nodes[i].arg < self.buffer_count:
-                    self.buffered[i] += self.buffers[self.nodes[i].arg]
-                self.buffered[self.nodes[i].parent] += self.buffered[i]
-            if self.nodes[0].op == OP_NEXT_BUFFER and self.nodes[0].arg < self.buffer_count:
-                self.buffered[0] += self.buffers[self.nodes[0].arg]
-            if self.buffered[0] != self.buffer_size:
-                raise ValueError("an out-of-band buffer is used twice or not at all")
 
     def __dealloc__(self):
         for field in range(self.view_count):
@@ -167,6 +158,32 @@ cdef class Graph:
         if field == 3:
             return &self.holes_view
         return &self.overheads_view
+
+    cdef int ready(self) except -1:
+        """Check the tables before the first look at them. Who asks for the size of the payload only never pays for it."""
+        cdef uint32_t i
+        cdef uint64_t* buffered
+        if self.checked:
+            return 0
+        self.check()
+        if self.buffer_count:
+            buffered = <uint64_t*>PyMem_RawCalloc(self.n, sizeof(uint64_t))
+            if buffered == NULL:
+                raise MemoryError()
+            for i in range(self.n - 1, -1, -1):
+                if self.nodes[i].op == OP_NEXT_BUFFER and self.nodes[i].arg < self.buffer_count:
+                    buffered[i] += self.buffers[self.nodes[i].arg]
+                if i:
+                    buffered[self.nodes[i].parent] += buffered[i]
+            if buffered[0] != self.buffer_size:
+                PyMem_RawFree(buffered)
+                raise ValueError("an out-of-band buffer is used twice or not at all")
+            if self.checked:  # another thread was faster while the GIL was released
+                PyMem_RawFree(buffered)
+                return 0
+            self.buffered = buffered
+        self.checked = True
+        return 0
 
     cdef int check(self) except -1:
         """Everything that later code relies on but the references, see `need_grouped`. The tables may come from anywhere.
@@ -244,6 +261,7 @@ cdef class Graph:
         cdef uint32_t* free    # where its next reference goes
         if self.refs_grouped:
             return 0
+        self.ready()
         start = <uint32_t*>allocate((2 * <size_t>n + 1) * sizeof(uint32_t))
         free = start + n + 1
         memset(start, 0, (<size_t>n + 1) * sizeof(uint32_t))
@@ -374,11 +392,13 @@ cdef class Graph:
         cdef uint32_t i = 0
         cdef uint32_t count = 0
         cdef uint32_t capacity = 1024
-        cdef uint64_t least = max(1, self.subtree_size(0) // 2000)
+        cdef uint64_t least
         cdef uint32_t* big
         cdef uint32_t* moved
         if self.big != NULL:
             return 0
+        self.ready()
+        least = max(1, self.subtree_size(0) // 2000)
         big = <uint32_t*>allocate(capacity * sizeof(uint32_t))
         while i < self.n:
             if self.subtree_size(i) < least:
@@ -444,6 +464,7 @@ cdef class Graph:
     cdef uint32_t index(self, object number) except? 0xFFFFFFFF:
         if not 0 <= number < self.n:
             raise IndexError(f"node {number} of a graph with {self.n}")
+        self.ready()
         return number
 
     cdef str op_name(self, uint32_t i):
@@ -599,6 +620,7 @@ cdef class Graph:
     def code(self, start, end):
         """The stream's bytes between two net offsets; what `holes` says is missing is simply not there."""
         cdef Py_ssize_t first, last
+        self.ready()
         if not 0 <= start <= end <= self.nodes[0].end:
             raise IndexError(f"bytes {start} to {end} of {self.nodes[0].end}")
         first = self.skeleton_offset(start)
@@ -607,12 +629,13 @@ cdef class Graph:
 
     def holes(self, start, end):
         """(net offset, length in bytes) of everything between two net offsets that `code` leaves out."""
-        cdef Py_ssize_t h = self.hole_before(start)
+        cdef Py_ssize_t h
         cdef uint64_t first = start
         cdef uint64_t last = end
         cdef uint64_t hole_end
         cdef list result = []
-        h = h - 1 if h else 0
+        self.ready()
+        h = max(0, self.hole_before(start) - 1)
         while h < self.hole_count and self.hole_table[h].at < last:
             hole_end = self.hole_table[h].at + self.hole_table[h].missing - (self.hole_table[h - 1].missing if h else 0)
             if hole_end > first:
@@ -625,6 +648,7 @@ cdef class Graph:
         cdef Py_ssize_t low = 0
         cdef Py_ssize_t high = self.overhead_count
         cdef Py_ssize_t middle
+        self.ready()
         while low < high:
             middle = (low + high) // 2
             if self.overheads[middle].at <= net:
@@ -643,6 +667,7 @@ cdef class Graph:
         cdef const uint8_t* p
         cdef const uint8_t* limit = self.skeleton + self.skeleton_view.len
         cdef uint64_t size
+        self.ready()
         if not 0 <= start <= end <= self.nodes[0].end:
             raise IndexError(f"bytes {start} to {end} of {self.nodes[0].end}")
         at, stop = start, end
@@ -672,6 +697,7 @@ cdef class Graph:
         cdef list examples = []
         if self.kind_of != NULL:
             return 0
+        self.ready()
         kind_of = <uint32_t*>allocate(self.n * sizeof(uint32_t))
         of_callee = <uint32_t*>PyMem_RawCalloc(self.n, sizeof(uint32_t))
         if of_callee == NULL:
@@ -703,6 +729,7 @@ cdef class Graph:
         cdef bint chosen[256]
         cdef uint32_t i
         cdef list found = []
+        self.ready()
         memset(chosen, 0, sizeof(chosen))
         for opcode in wanted:
             chosen[<uint8_t>opcode] = True

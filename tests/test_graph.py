@@ -219,7 +219,7 @@ def changed(row, **fields):
 def test_tables_that_do_not_fit_are_refused(nodes):
     assert len(Graph(tables(GOOD))) == 3
     with pytest.raises(ValueError, match=r"graph of|does not fit|overhead"):
-        Graph(tables(nodes, stream_size=10))
+        Graph(tables(nodes, stream_size=10)).sizes()
 
 
 @pytest.mark.parametrize("others", [
@@ -233,8 +233,11 @@ def test_tables_that_do_not_fit_are_refused(nodes):
     {"buffer_sizes": [4]},
 ])
 def test_side_tables_that_do_not_fit_are_refused(others):
-    with pytest.raises(ValueError):
-        Graph(tables(GOOD, **others))
+    for question in (Graph.sizes, lambda graph: graph.code(0, 1), lambda graph: graph.holes(0, 1),
+                     lambda graph: graph.stream_offset(1), lambda graph: graph.last_push(0, 1), Graph.type_keys,
+                     lambda graph: graph.select(b"]"), lambda graph: graph.edges(0), lambda graph: graph.dominated(0)):
+        with pytest.raises(ValueError):
+            question(Graph(tables(GOOD, **others)))
 
 
 @pytest.mark.parametrize("reference", [(0, 3, 0), (3, 0, 0), (0xFFFFFFFF, 0, 0)])
