@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from fastcap.errors import FastcapError, NotPicklable, PayloadError, PayloadTooLarge
+from fastcap.errors import DamagedSave, FastcapError, NotPicklable, PayloadError, PayloadTooLarge, SaveError
 
 if TYPE_CHECKING:
     from fastcap.analysis import analyze, diff, scan
@@ -22,16 +22,19 @@ if TYPE_CHECKING:
         loads,
         uninstall,
     )
+    from fastcap.saving import restore, save
 
 __version__ = "0.1.0"
 __all__ = [
     "CloudPickler",
+    "DamagedSave",
     "FastcapError",
     "NativeMixin",
     "NotPicklable",
     "PayloadError",
     "PayloadTooLarge",
     "Pickler",
+    "SaveError",
     "__version__",
     "analyze",
     "check",
@@ -42,13 +45,22 @@ __all__ = [
     "installed",
     "load",
     "loads",
+    "restore",
+    "save",
     "scan",
     "uninstall",
 ]
 
 # Loaded at their first use: a process that only ships objects should not pay for reports, and a test run that only has
 # the pytest plugin installed should pay for nothing.
-_LAZY = {"analyze": "analysis", "check": "checking", "diff": "analysis", "scan": "analysis"}
+_LAZY = {
+    "analyze": "analysis",
+    "check": "checking",
+    "diff": "analysis",
+    "restore": "saving",
+    "save": "saving",
+    "scan": "analysis",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -58,3 +58,11 @@ class NotPicklable(FastcapError, TypeError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (str(self), self.findings)
+
+
+class SaveError(FastcapError, OSError):
+    """A save could not be written, found or cleaned up; the message says where, and what to do. `fastcap.save`."""
+
+
+class DamagedSave(FastcapError, ValueError):
+    """A save is there, but not what was written; the message names the part. `fastcap.restore`."""

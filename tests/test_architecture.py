@@ -15,10 +15,10 @@ PACKAGE = Path(fastcap.__file__).parent
 FLOORS = [
     {"errors"},
     {"_native", "report", "paths"},
-    {"render", "comparison", "pickling", "stores", "inert", "limits"},
+    {"render", "comparison", "pickling", "stores", "inert", "limits", "folders"},
     {"explain", "config", "external", "render.layout"},
     {"findings", "opening", "slimming", "render.text", "render.diff", "render.folded", "render.html"},
-    {"analysis"},
+    {"analysis", "saving"},
     {"checking"},
     {"targets", "editing", "record", "ray"},
     {"cli", "pytest_plugin"},
@@ -32,11 +32,14 @@ RESERVED = {
     "click": {"cli"},
     "rich": {"cli", "render.layout"},
     "pytest": {"pytest_plugin"},
+    "fsspec": {"folders"},
     "pickle": {"pickling", "editing", "analysis", "slimming"},
 }
 
 # Who may use the native core; what only shows reports must work without it.
-NATIVE_USERS = {"pickling", "analysis", "explain", "inert", "external", "opening", "editing", "record", "slimming"}
+NATIVE_USERS = {
+    "pickling", "analysis", "explain", "inert", "external", "opening", "editing", "record", "slimming", "saving",
+}
 
 
 def module_name(path):
