@@ -21,7 +21,9 @@ from typing import Any, Protocol
 
 from fastcap.errors import SaveError
 
+PARTS, MANIFESTS = "parts", "manifests"
 _TEMPORARY = "temporary"  # files that are being written
+FOLDERS = (PARTS, MANIFESTS, _TEMPORARY)  # all that a save has in its folder, but for the lock
 _LOCK = "lock"
 _LEASES = "leases"
 _PATIENCE = 600.0  # seconds that reading and writing wait for those who remove
@@ -127,7 +129,7 @@ class LocalFolder:
         if not os.path.isdir(self.root):
             os.makedirs(self.root, exist_ok=True)
             self._made_root = True
-        self._make(_TEMPORARY)
+        self._enter(_TEMPORARY, make=True)
         flags = os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         os.close(os.open(os.path.join(self.root, _LOCK), flags, 0o666))
 
@@ -169,24 +171,23 @@ class LocalFolder:
     def _path(self, name: str) -> str:
         """Where a file is; OSError if a link is on the way."""
         folder, _, file = name.rpartition("/")
-        if folder and folder not in self._safe:
-            at = self.root
-            for part in folder.split("/"):
-                at = os.path.join(at, part)
-                if not stat.S_ISDIR(os.lstat(at).st_mode):
-                    raise NotADirectoryError(errno.ENOTDIR, "not a folder, or a link to one", at)
-            self._safe.add(folder)
-        return os.path.join(self.root, folder, file) if folder else os.path.join(self.root, file)
+        if folder:
+            self._enter(folder, make=False)
+        return os.path.join(self.root, folder, file)
 
-    def _make(self, folder: str) -> None:
+    def _enter(self, folder: str, *, make: bool) -> None:
+        """Make sure that a sub-folder is there and that no link is on the way."""
         if folder in self._safe:
             return
         at = self.root
         for part in folder.split("/"):
             at = os.path.join(at, part)
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(at)
-        self._path(f"{folder}/")
+            if make:
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(at)
+            if not stat.S_ISDIR(os.lstat(at).st_mode):
+                raise NotADirectoryError(errno.ENOTDIR, "not a folder, or a link to one", at)
+        self._safe.add(folder)
 
     @contextlib.contextmanager
     def opened(self, name: str) -> Iterator[tuple[int, int]]:
@@ -223,8 +224,8 @@ class LocalFolder:
         return found.st_size if stat.S_ISREG(found.st_mode) else None
 
     def write(self, name: str, data: bytes | memoryview) -> None:
-        self._make(_TEMPORARY)
-        self._make(name.rpartition("/")[0])
+        self._enter(_TEMPORARY, make=True)
+        self._enter(name.rpartition("/")[0], make=True)
         temporary = self._path(f"{_TEMPORARY}/{uuid.uuid4().hex}")
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         try:
@@ -248,7 +249,7 @@ class LocalFolder:
                 self._sync_path(self._path(f"{folder}/"))
                 folder = folder.rpartition("/")[0]
         if names:
-            self._sync_path(self.root)
+            self._sync_path(os.path.join(self.root, ""))  # itself may be a link
 
     def _sync_path(self, path: str) -> None:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -285,10 +286,11 @@ class LocalFolder:
         for entry in self.entries(_TEMPORARY):
             self.remove(entry.name)
         self._safe.clear()
-        for folder, _, _ in os.walk(self.root, topdown=False):  # does not follow links
-            if folder != self.root:
-                with contextlib.suppress(OSError):
-                    os.rmdir(folder)  # if it is empty
+        for name in FOLDERS:
+            for folder, _, _ in os.walk(os.path.join(self.root, name), topdown=False):  # does not follow links below it
+                if not os.path.islink(os.path.join(self.root, name)):
+                    with contextlib.suppress(OSError):
+                        os.rmdir(folder)  # if it is empty
         if everything and self._made_root and os.listdir(self.root) in ([], [_LOCK]):
             self.remove(_LOCK)
             os.rmdir(self.root)

@@ -36,7 +36,7 @@ from typing import Any, Final
 from fastcap import __version__
 from fastcap._native.digest import digest as digest_of
 from fastcap.errors import DamagedSave, SaveError
-from fastcap.folders import Folder, LocalFolder, open_folder
+from fastcap.folders import MANIFESTS, PARTS, Folder, LocalFolder, open_folder
 from fastcap.paths import parse
 from fastcap.pickling import dumps, loads
 from fastcap.slimming import slim_dumps
@@ -45,8 +45,6 @@ from fastcap.stores import PartInfo, ReduceValue
 LATEST: Final = "latest"
 _FORMAT: Final = 1
 _DIGEST: Final = "xxh64x2"  # see `fastcap._native.digest`
-_PARTS: Final = "parts"
-_MANIFESTS: Final = "manifests"
 _NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=+-]{0,150}")
 _HEX: Final = re.compile(r"[0-9a-f]{32}")
 _MAX_MANIFEST: Final = 1 << 30  # bytes; one that long stands for 30 TB
@@ -68,7 +66,7 @@ def chunk_size(size: int) -> int:
 
 
 def _part_name(digest: str) -> str:
-    return f"{_PARTS}/{digest[:2]}/{digest}"
+    return f"{PARTS}/{digest[:2]}/{digest}"
 
 
 # ---- manifests -------------------------------------------------------------------------------------------------------
@@ -167,7 +165,7 @@ def _checksum(facts: dict[str, Any]) -> str:
 def _manifest_name(name: str) -> str:
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ValueError(f"{name!r:.200} cannot be the name of a save: letters, digits and ._=+- are fine, up to 150")
-    return f"{_MANIFESTS}/{name}.json"
+    return f"{MANIFESTS}/{name}.json"
 
 
 def _read_manifest(folder: Folder, name: str) -> _Manifest:
@@ -187,10 +185,10 @@ def _read_manifest(folder: Folder, name: str) -> _Manifest:
 
 def _names(folder: Folder) -> list[str]:
     try:
-        entries = folder.entries(_MANIFESTS)
+        entries = folder.entries(MANIFESTS)
     except OSError:
         return []
-    return [entry.name[len(_MANIFESTS) + 1 : -5] for entry in entries if entry.name.endswith(".json")]
+    return [entry.name[len(MANIFESTS) + 1 : -5] for entry in entries if entry.name.endswith(".json")]
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
@@ -264,7 +262,7 @@ class _Writer:
 
     def repair(self, blobs: Iterable[Blob]) -> None:
         """Write again what somebody has removed in the meantime, where no lock could keep them from it."""
-        there = {entry.name: entry.size for entry in self.folder.entries(_PARTS)}
+        there = {entry.name: entry.size for entry in self.folder.entries(PARTS)}
         for blob, view in zip(blobs, self.sources):
             for digest, offset, length in blob.chunks():
                 if there.get(_part_name(digest)) != length:
@@ -668,7 +666,7 @@ def gc(
                     if folder.size(file) is None:
                         raise SaveError(f"{folder.url} has no {file}")
                 needed = _needed(folder, names)
-                found = [(entry, entry.name.rpartition("/")[2] in needed) for entry in folder.entries(_PARTS)]
+                found = [(entry, entry.name.rpartition("/")[2] in needed) for entry in folder.entries(PARTS)]
                 if not dry_run:
                     for file in names:
                         folder.remove(file)
