@@ -92,7 +92,7 @@ cdef class Graph:
     cdef uint32_t* outgoing             # owned; reference numbers grouped by source
     cdef uint32_t* idom                 # owned; immediate dominators; NULL until asked for
     cdef uint64_t* retained             # owned; bytes; NULL until asked for
-    cdef uint32_t* big                  # owned; nodes of at least `big_least` bytes, see `need_big`; NULL until asked for
+    cdef uint32_t* big                  # owned; nodes of at least `big_least` bytes, see `need_retained`; NULL until asked for
     cdef uint32_t big_count
     cdef uint64_t big_least             # bytes
     cdef uint32_t* kind_of              # owned; node -> number of its kind, see `need_kinds`; NULL until asked for
@@ -398,8 +398,16 @@ cdef class Graph:
         return idom
 
     cdef int need_retained(self) except -1:
+        """Add up what every node dominates.
+
+        On the way note the nodes whose subtree is at least 1/2000 of the whole: what is asked is nearly always about these.
+        """
         cdef uint64_t* retained
-        cdef uint64_t size
+        cdef uint32_t* big
+        cdef uint32_t* moved
+        cdef uint32_t big_count = 0
+        cdef uint32_t capacity = 1024
+        cdef uint64_t size, least
         cdef uint32_t i
         cdef const Node* nodes = self.nodes
         cdef const uint64_t* buffered
@@ -409,57 +417,48 @@ cdef class Graph:
         self.need_dominators()
         buffered = self.buffered
         idom = self.idom
+        least = max(1, self.subtree_size(0) // 2000)
         retained = <uint64_t*>PyMem_RawCalloc(self.n, sizeof(uint64_t))
-        if retained == NULL:
-            raise MemoryError()
+        big = <uint32_t*>PyMem_RawMalloc(capacity * sizeof(uint32_t))
         with nogil:
             # When it is i's turn, its children have taken their sizes off it and what it dominates has been added.
-            for i in range(self.n - 1, 0, -1):
+            i = self.n if retained != NULL and big != NULL else 0
+            while i > 0:
+                i -= 1
                 size = size_of(nodes, buffered, i)
-                if idom[i] == nodes[i].parent:  # what its parent loses comes back to it
+                if size >= least:
+                    if big_count == capacity:
+                        moved = <uint32_t*>PyMem_RawRealloc(big, 2 * <size_t>capacity * sizeof(uint32_t))
+                        if moved == NULL:
+                            PyMem_RawFree(big)
+                            big = NULL
+                            break
+                        big = moved
+                        capacity *= 2
+                    big[big_count] = i
+                    big_count += 1
+                if i == 0:
+                    retained[0] += size
+                elif idom[i] == nodes[i].parent:  # what its parent loses comes back to it
                     retained[idom[i]] += retained[i]
                     retained[i] += size
                 else:
                     retained[i] += size
                     retained[nodes[i].parent] -= size
                     retained[idom[i]] += retained[i]
-            retained[0] += self.subtree_size(0)
-        if self.retained != NULL:
+            for i in range(big_count // 2):  # into stream order
+                big[i], big[big_count - 1 - i] = big[big_count - 1 - i], big[i]
+        if retained == NULL or big == NULL or self.retained != NULL:
+            failed = self.retained == NULL  # else another thread was faster while the GIL was released
             PyMem_RawFree(retained)
+            PyMem_RawFree(big)
+            if failed:
+                raise MemoryError()
             return 0
-        self.retained = retained
-        return 0
-
-    cdef int need_big(self) except -1:
-        """Note the nodes whose subtree is at least 1/2000 of the whole: what is asked is nearly always about these."""
-        cdef uint32_t i = 0
-        cdef uint32_t count = 0
-        cdef uint32_t capacity = 1024
-        cdef uint64_t least
-        cdef uint32_t* big
-        cdef uint32_t* moved
-        if self.big != NULL:
-            return 0
-        self.ready()
-        least = max(1, self.subtree_size(0) // 2000)
-        big = <uint32_t*>allocate(capacity * sizeof(uint32_t))
-        while i < self.n:
-            if self.subtree_size(i) < least:
-                i += self.nodes[i].count  # what is inside is smaller still
-                continue
-            if count == capacity:
-                moved = <uint32_t*>PyMem_RawRealloc(big, 2 * <size_t>capacity * sizeof(uint32_t))
-                if moved == NULL:
-                    PyMem_RawFree(big)
-                    raise MemoryError()
-                big = moved
-                capacity *= 2
-            big[count] = i
-            count += 1
-            i += 1
-        self.big_count = count
-        self.big_least = least
         self.big = big
+        self.big_count = big_count
+        self.big_least = least
+        self.retained = retained
         return 0
 
     cdef uint32_t first_big(self, uint32_t node) noexcept nogil:
@@ -544,7 +543,7 @@ cdef class Graph:
             self.need_outgoing()
             self.order_outgoing(i)
             ref, ref_end = self.first_out[i], self.first_out[i + 1]
-        self.need_big()
+        self.need_retained()
         while most < 0 or len(result) < most:
             child = self.next_of_size(child, end, least)
             edge = &self.refs[self.outgoing[ref]] if ref < ref_end else NULL
@@ -606,7 +605,6 @@ cdef class Graph:
         cdef uint64_t least = min_size
         cdef list found = []
         self.need_retained()
-        self.need_big()
         # A node dominated by i lies in i's subtree: every path from the root leads through i, the tree path too.
         j = self.next_of_size(i + 1, end, least)
         while j < end:
@@ -793,7 +791,7 @@ cdef class Graph:
         cdef uint32_t i, number
         cdef list found = []
         self.need_kinds()
-        self.need_big()
+        self.need_retained()
         memset(chosen, 0, sizeof(chosen))
         for opcode in wanted:
             chosen[<uint8_t>opcode] = True
@@ -994,11 +992,12 @@ cdef bint raise_dominators(const Node* nodes, const Ref* refs, uint32_t ref_coun
     cdef int64_t patience = 4 * (<int64_t>n + ref_count) + 1000
     cdef uint32_t i, r, target, a
     cdef bint moved = True
+    cdef bint relied = True     # on a node below the root: what hangs from the root stays there
     for i in range(n):
         idom[i] = nodes[i].parent
     idom[0] = 0
-    while moved:
-        moved = False
+    while moved and relied:
+        moved = relied = False
         patience -= ref_count
         for r in range(ref_count, 0, -1):
             target = refs[r - 1].target
@@ -1009,6 +1008,7 @@ cdef bint raise_dominators(const Node* nodes, const Ref* refs, uint32_t ref_coun
             a = common_ancestor(idom, a, nodes[target].parent, &patience)
             if patience < 0:
                 return False
+            relied = relied or a != 0
             if a != idom[target]:
                 idom[target] = a
                 moved = True
