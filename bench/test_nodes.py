@@ -1,8 +1,8 @@
 """Time for one node, in payloads of few and of many.
 
-Memory that is touched for the first time costs more than what is done with it, and a scan of few nodes gets by with what
-the one before it has left, which one of many cannot. So like is compared with like: each figure is that of the first scan
-in a process of its own, as the command line does it. What a second scan takes is told beside it.
+Memory that is touched for the first time costs more than what is done with it, and a scan of few nodes gets by with
+what the one before it has left, which one of many cannot. So like is compared with like: each figure is that of the
+first scan in a process of its own, as the command line does it. What a second scan takes is told beside it.
 """
 
 import pytest
