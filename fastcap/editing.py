@@ -134,7 +134,12 @@ class _SlotReader(Reader):
         )  # fmt: skip
         return index
 
+    def contents(self, index: int, limit: int = 64) -> dict[int, Any]:
+        """What a node holds; an atom holds nothing."""
+        return {} if index >= len(self.graph) else super().contents(index, limit)
+
     def pair_key(self, parent: int, edge: Edge) -> Any:
+        """The key of a dict entry."""
         slots = self.slots(parent)
         number = slots.at(edge.role, edge.position - 1)
         if number < 0:
@@ -281,13 +286,21 @@ class Editor:
             count += 1
         return count
 
+    def below(self, path: str) -> list[str]:
+        """The paths of everything directly below what is at a path, numbers and the like too. KeyError if nothing is."""
+        parsed = self._parse(path)
+        index = self.explainer.find(parsed.steps)
+        if index is None:
+            if parsed.steps and self._find(path):
+                return []  # an atom
+            raise KeyError(f"{path}: {self._explain_missing(parsed)}")
+        return list(dict.fromkeys(f"{path}{place.step}" for place in self._slots_below(index)))
+
     # --- places ------------------------------------------------------------------------------------------------------
 
     def _find(self, path: str) -> list[_Found]:
         """The places of a path: several where a stream sets a key twice; none if it is the root."""
-        parsed = parse(path)
-        if parsed.root != self.explainer.root_name:
-            raise KeyError(f"{path}: the root of this pickle is called {self.explainer.path(0)}")
+        parsed = self._parse(path)
         if not parsed.steps:
             return []
         above = self.explainer.find(parsed.steps[:-1])
@@ -295,6 +308,12 @@ class Editor:
         if not found:
             raise KeyError(f"{path}: {self._explain_missing(parsed)}")
         return found
+
+    def _parse(self, path: str) -> Path:
+        parsed = parse(path)
+        if parsed.root != self.explainer.root_name:
+            raise KeyError(f"{path}: the root of this pickle is called {self.explainer.path(0)}")
+        return parsed
 
     def _explain_missing(self, parsed: Path) -> str:
         for count in range(len(parsed.steps)):
@@ -304,7 +323,10 @@ class Editor:
         return "there is nothing"
 
     def _places(self, above: int, wanted: str) -> list[_Found]:
-        found: list[_Found] = []
+        return [place for place in self._slots_below(above) if str(place.step) == wanted]
+
+    def _slots_below(self, above: int) -> Iterator[_Found]:
+        """Everything directly below an object, or below what it is a reference to."""
         for start in dict.fromkeys((above, self._reader.resolve(above))):
             place = self.explainer.place(start)
             if place is None:
@@ -320,14 +342,10 @@ class Editor:
                     edge = Edge(slot.role, slot.position, target, slot.kind not in (ATOM, CHILD))
                     shape = self.explainer.shape(here, index, edge)
                     if isinstance(shape, Part):
-                        if str(shape.step) == wanted:
-                            found.append(_Found(index, number, slot, shape.step, index == start))
+                        yield _Found(index, number, slot, shape.step, index == start)
                     elif isinstance(shape, Glue) and slot.kind != ATOM and target not in seen:
                         seen.add(target)
                         open_nodes.append((target, Place(start, shape.route, part=shape.part)))
-            if found:
-                break
-        return found
 
     def _how_to_drop(self, path: str, place: _Found) -> tuple[Literal["dropped", "set to None"], int]:
         slot, step = place.slot, place.step
@@ -686,7 +704,7 @@ def _zstd(target: Any) -> Any:
 
 _COMPRESSORS: Final[dict[str, Callable[[Any], Any]]] = {
     "gzip": lambda target: gzip.GzipFile("", "wb", fileobj=target, mtime=0),
-    "bz2": lambda target: bz2.BZ2File(target, "wb"),  # noqa: SIM115 - `_compressed` closes it, likewise below
+    "bz2": lambda target: bz2.BZ2File(target, "wb"),  # `_compressed` closes it, likewise below
     "xz": lambda target: lzma.LZMAFile(target, "wb", format=lzma.FORMAT_XZ),  # noqa: SIM115
     "lzma": lambda target: lzma.LZMAFile(target, "wb", format=lzma.FORMAT_ALONE),  # noqa: SIM115
     "zlib": _Deflater,
