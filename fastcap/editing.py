@@ -23,9 +23,11 @@ everything that holds more than one pickle.
 from __future__ import annotations
 
 import bz2
+import errno
 import gzip
 import importlib
 import io
+import json
 import lzma
 import os
 import shutil
@@ -33,7 +35,9 @@ import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from itertools import islice
 from typing import Any, BinaryIO, Final, Literal, NamedTuple, overload
 
 from fastcap._native.editor import ATOM, CHILD, Program, Rewriter, Slots
@@ -51,6 +55,7 @@ NONE: Final = b"N"
 _IN_MEMORY = 16 << 20  # bytes of a source that cannot be read twice that are kept in memory
 _READ_AHEAD = 1 << 18  # bytes read at least where short arguments are copied
 _CACHED_SLOTS = 64
+_CANDIDATES = 1000  # parts that are looked at to guess which one was meant
 _TUPLES: Final = {b"\x85"[0]: 1, b"\x86"[0]: 2, b"\x87"[0]: 3}
 _SHORTER: Final = (b")", b"\x85", b"\x86", b"\x87")
 _REFUSED: Final = {
@@ -72,12 +77,13 @@ class Pickled:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What was done at a path. ``size`` is what the payload loses, in bytes, memo references aside."""
+    """What was done at a path. ``size`` is what leaves the payload, in bytes; ``kept_at`` is another place of it."""
 
     path: str
     action: Literal["dropped", "set to None", "replaced"]
     what: str
     size: int
+    kept_at: str | None = None  # where the object is now, if something else refers to it
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +93,6 @@ class Summary:
     changes: tuple[Change, ...]
     old_size: int
     new_size: int
-    moved_count: int  # objects whose definition moved to a reference to them
     buffers: tuple[int, ...]  # out-of-band buffers that the result uses, by their old numbers, in their new order
     unused_buffers: tuple[int, ...]  # out-of-band buffers that it no longer uses
     compression: str | None  # how it is compressed, as the source was
@@ -107,13 +112,12 @@ class _Slot(NamedTuple):
 
 
 class _SlotReader(Reader):
-    """A reader that knows of all values, also those that have no node: they are numbered behind the nodes."""
+    """A reader that knows of all values, also those that have no node."""
 
     def __init__(self, graph: Graph, program: Program) -> None:
         super().__init__(graph)
         self.program = program
         self._slots: dict[int, Slots] = {}
-        self._atoms = len(graph)
 
     def slots(self, index: int) -> Slots:
         """What the opcodes of a node consume, kept for the next time."""
@@ -123,10 +127,9 @@ class _SlotReader(Reader):
             del self._slots[next(iter(self._slots))]
         return found
 
-    def number_atom(self, parent: int, slot: _Slot) -> int:
-        """A number for an atom, under which it can be viewed like a node."""
-        index = self._atoms
-        self._atoms += 1
+    def show_atom(self, parent: int, slot: _Slot) -> int:
+        """The number behind those of all nodes, under which the atom can be viewed until the next one is shown."""
+        index = len(self.graph)
         size = slot.end - slot.start
         self._views[index] = NodeView(
             index, LAYOUT[slot.opcode][0], slot.start, slot.end, parent, slot.role, slot.position, 0, -1, 1, size,
@@ -204,9 +207,10 @@ class Editor:
         self._sources: list[_Stored | None] = []  # of the pieces
         self._known_pieces: dict[bytes, int] = {}
         self._protocol = self._program.protocol
-        self._new_size = self._moved_count = 0
+        self._new_size = 0
+        self._moved: set[int] = set()
         self._used: tuple[int, ...] = ()
-        self.changes: list[Change] = []
+        self._changes: list[tuple[Change, int]] = []  # with the node that was there, -1 for none
 
     def __enter__(self) -> Editor:
         return self
@@ -226,7 +230,7 @@ class Editor:
     # --- what is to be done ------------------------------------------------------------------------------------------
 
     def drop(self, path: str) -> None:
-        """Leave out what is at a path; see the module for what that means where. KeyError if there is nothing."""
+        """Leave out what is at a path; see the module for what that means where."""
         found = self._find(path)
         if not found:
             raise EditError(f"{path} is the whole pickle: there would be nothing left", (path,))
@@ -236,7 +240,7 @@ class Editor:
         self._note(path, found, action)
 
     def replace(self, path: str, value: Any) -> None:
-        """Put a value, or the pickle of a `Pickled`, in place of what is at a path. KeyError if there is nothing.
+        """Put a value, or the pickle of a `Pickled`, in place of what is at a path.
 
         A value is pickled as `fastcap.dumps` does it, in the protocol of the stream.
         """
@@ -245,7 +249,7 @@ class Editor:
         if not found:
             self._nodes[0] = piece
             view = self.graph.node(0)
-            self.changes.append(Change(path, "replaced", self.explainer.subject(0).what, view.retained_size))
+            self._changes.append((Change(path, "replaced", self.explainer.subject(0).what, view.retained_size), -1))
             return
         for place in found:
             self._enter(place, piece)
@@ -282,18 +286,19 @@ class Editor:
             self.replace_node(index, opcodes)
             view = self.graph.node(index)
             action: Literal["replaced", "set to None"] = "replaced" if placeholders else "set to None"
-            self.changes.append(Change(path, action, self.explainer.subject(index).what, view.retained_size))
+            change = Change(path, action, self.explainer.subject(index).what, view.retained_size)
+            self._changes.append((change, -1))
             count += 1
         return count
 
     def below(self, path: str) -> list[str]:
-        """The paths of everything directly below what is at a path, numbers and the like too. KeyError if nothing is."""
+        """The paths of everything directly below what is at a path, numbers and the like too."""
         parsed = self._parse(path)
         index = self.explainer.find(parsed.steps)
         if index is None:
             if parsed.steps and self._find(path):
                 return []  # an atom
-            raise KeyError(f"{path}: {self._explain_missing(parsed)}")
+            raise EditError(f"{path} is not in the pickle: {self._explain_missing(parsed)}", (path,))
         return list(dict.fromkeys(f"{path}{place.step}" for place in self._slots_below(index)))
 
     # --- places ------------------------------------------------------------------------------------------------------
@@ -306,21 +311,26 @@ class Editor:
         above = self.explainer.find(parsed.steps[:-1])
         found = [] if above is None else self._places(above, str(parsed.steps[-1]))
         if not found:
-            raise KeyError(f"{path}: {self._explain_missing(parsed)}")
+            raise EditError(f"{path} is not in the pickle: {self._explain_missing(parsed)}", (path,))
         return found
 
     def _parse(self, path: str) -> Path:
         parsed = parse(path)
         if parsed.root != self.explainer.root_name:
-            raise KeyError(f"{path}: the root of this pickle is called {self.explainer.path(0)}")
+            raise EditError(f"{path} is not in the pickle: its root is called {self.explainer.path(0)}", (path,))
         return parsed
 
     def _explain_missing(self, parsed: Path) -> str:
-        for count in range(len(parsed.steps)):
-            if self.explainer.find(parsed.steps[: count + 1]) is None:
-                there = Path(parsed.root, parsed.steps[:count])
-                return f"{there} has no {parsed.steps[count]}"
-        return "there is nothing"
+        """Which step leads nowhere, and which ones would not."""
+        depth = 0
+        while depth < len(parsed.steps) - 1 and self.explainer.find(parsed.steps[: depth + 1]) is not None:
+            depth += 1
+        above = self.explainer.find(parsed.steps[:depth])
+        there, step = Path(parsed.root, parsed.steps[:depth]), str(parsed.steps[depth])
+        known = [] if above is None else [str(place.step) for place in islice(self._slots_below(above), _CANDIDATES)]
+        close = get_close_matches(step, dict.fromkeys(known), n=3)
+        hint = f": did you mean {' or '.join(close)}?" if close else "" if known else ": it has no parts with a path"
+        return f"{there} has no {step}{hint}"
 
     def _places(self, above: int, wanted: str) -> list[_Found]:
         return [place for place in self._slots_below(above) if str(place.step) == wanted]
@@ -338,7 +348,7 @@ class Editor:
                 slots = self._reader.slots(index)
                 for number in range(len(slots)):
                     slot = _Slot(*slots.slot(number))
-                    target = self._reader.number_atom(index, slot) if slot.kind == ATOM else slot.target
+                    target = self._reader.show_atom(index, slot) if slot.kind == ATOM else slot.target
                     edge = Edge(slot.role, slot.position, target, slot.kind not in (ATOM, CHILD))
                     shape = self.explainer.shape(here, index, edge)
                     if isinstance(shape, Part):
@@ -394,7 +404,7 @@ class Editor:
         else:
             what = repr(self._reader.atom_at(slot.start, slot.end))
             size = slot.end - slot.start
-        self.changes.append(Change(path, action, what, size))
+        self._changes.append((Change(path, action, what, size), slot.target if slot.kind == CHILD else -1))
 
     # --- pieces ------------------------------------------------------------------------------------------------------
 
@@ -437,11 +447,21 @@ class Editor:
 
     # --- writing -----------------------------------------------------------------------------------------------------
 
-    def write(self, target: Any) -> Summary:
+    def write(self, target: Any, progress: Progress | None = None) -> Summary:
         """Write the pickle as it is now into a binary file, compressed as the source was."""
+        done = 0
         with _compressed(target, self._source.compression) as file:
             for block in self.blocks():
                 _write_all(file, block)
+                done += len(block)
+                if progress is not None:
+                    progress(done, None)
+        return self.summary()
+
+    def measure(self) -> Summary:
+        """What `write` would do, without reading what would only be copied."""
+        for _ in self._blocks(copy=False):
+            pass
         return self.summary()
 
     def open(self) -> BinaryIO:
@@ -449,8 +469,10 @@ class Editor:
         return io.BufferedReader(_Blocks(self.blocks()), BLOCK)
 
     def blocks(self) -> Iterator[bytes | memoryview]:
-        """The pickle as it is now, uncompressed, in blocks of at most 1 MiB and a little."""
-        self._new_size = self._moved_count = 0
+        """The pickle as it is now, uncompressed; of a file, in blocks of at most 1 MiB."""
+        return self._blocks(copy=True)
+
+    def _blocks(self, *, copy: bool) -> Iterator[bytes | memoryview]:
         ready: list[Any] = []  # blocks, and what is to be copied
         cuts = list(self._cuts())  # this may add pieces
         rewriter = Rewriter(
@@ -470,25 +492,33 @@ class Editor:
             more = rewriter.step()
             for block in ready:
                 if isinstance(block, tuple):
-                    yield from self._source_of(block[0]).blocks(*block[1:])
+                    if copy:
+                        yield from self._source_of(block[0]).blocks(*block[1:])
                 else:
                     yield block
             ready.clear()
         self._new_size += rewriter.written
-        self._moved_count = len(rewriter.moved)
+        self._moved = set(rewriter.moved)
         self._used = self._used_buffers(rewriter.buffers)
 
     def summary(self) -> Summary:
         """What was done, once everything has been written."""
+        changes = (self._with_keeper(change, node) for change, node in self._changes)
         return Summary(
-            tuple(self.changes),
+            tuple(changes),
             old_size=self.graph.stream_size,
             new_size=self._new_size,
-            moved_count=self._moved_count,
             buffers=self._used,
             unused_buffers=tuple(sorted(set(range(self._buffer_count())) - set(self._used))),
             compression=self._source.compression,
         )
+
+    def _with_keeper(self, change: Change, node: int) -> Change:
+        """A part that was dropped in one place and is still there in others."""
+        if node not in self._moved:
+            return change
+        others = [path for path in self.explainer.holders(node) if not path.startswith(change.path)]
+        return replace(change, size=0, kept_at=others[0] if others else "elsewhere")
 
     def _source_of(self, piece: int) -> _Stored:
         found = self._source if piece < 0 else self._sources[piece]
@@ -727,21 +757,55 @@ def _compressed(target: Any, kind: str | None) -> Iterator[Any]:
 
 
 @contextmanager
-def written_beside(path: str) -> Iterator[BinaryIO]:
-    """A new file beside ``path`` that takes its place when all has gone well, with its mode; else it is removed."""
+def written_beside(path: str, *, backup: bool = False) -> Iterator[BinaryIO]:
+    """A new file beside ``path`` that takes its place when all has gone well, with its mode; else it is removed.
+
+    With ``backup``, what was there is then found as ``path`` and ``.bak``; FileExistsError if that exists already.
+    """
     path = os.path.realpath(path)
-    beside = f"{path}.{os.getpid()}.tmp"
+    beside, kept = f"{path}.{os.getpid()}.tmp", f"{path}.bak"
+    if backup and os.path.lexists(kept):
+        raise FileExistsError(errno.EEXIST, "File exists", kept)
     descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         with open(descriptor, "wb", buffering=0) as file:
-            if os.path.exists(path):
+            replaces = os.path.exists(path)
+            if replaces:
                 shutil.copymode(path, beside)
             yield file
+            if replaces:
+                os.fsync(descriptor)  # or a crash could leave neither
+        if backup and replaces:
+            try:
+                os.link(path, kept)
+            except OSError:  # a file system without hard links
+                shutil.copy2(path, kept)
         os.replace(beside, path)
     except BaseException:
         with suppress(FileNotFoundError):
             os.unlink(beside)
         raise
+
+
+def parse_replacement(text: str) -> tuple[str, Any]:
+    """``PATH=JSON`` or ``PATH=@FILE`` as a path and what takes its place. ValueError says what is wrong."""
+    at = -1
+    while True:
+        at = text.find("=", at + 1)
+        if at < 0:
+            raise ValueError(f"{text!r} is not PATH=VALUE: it has no '=' behind a path such as obj['key'].name")
+        with suppress(ValueError):
+            path = str(parse(text[:at].strip()))
+            break
+    value = text[at + 1 :]
+    if value.startswith("@"):
+        return path, Pickled(value[1:])
+    try:
+        return path, json.loads(value)
+    except ValueError as error:
+        raise ValueError(
+            f"{value!r} is not JSON ({error}): strings need double quotes, and @FILE stands for a pickle"
+        ) from error
 
 
 def replace_nodes(source: Source, opcodes: Mapping[int, bytes]) -> BinaryIO:
@@ -793,8 +857,8 @@ def edit(
     Returns the new pickle, or, with a ``target`` (a path, which may be that of the source, or a binary file), a
     `Summary`. A file appears whole or not at all.
 
-    Raises `fastcap.PayloadError` for what is no pickle, `fastcap.EditError` for what cannot be edited, KeyError for a
-    path that is not there, ValueError for one that is none.
+    Raises `fastcap.PayloadError` for what is no pickle, `fastcap.EditError` for what cannot be edited or is not there,
+    ValueError for what is no path.
     """
     with Editor(source, name=name) as editor:
         for path in (drop,) if isinstance(drop, str) else drop:

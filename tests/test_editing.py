@@ -3,20 +3,16 @@
 import contextlib
 import io
 import pickle
-import random
 import types
-from typing import Any
 
 import cloudpickle
-import corpus
 import pytest
 import strategies
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import difference
 
-import fastcap
-from fastcap import EditError, PayloadError
+from fastcap import EditError
 from fastcap._native.graph import Graph
 from fastcap._native.scanner import Scanner
 from fastcap.editing import Editor
