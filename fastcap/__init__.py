@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from fastcap.errors import FastcapError, NotPicklable, PayloadError, PayloadTooLarge
+from fastcap.errors import EditError, FastcapError, NotPicklable, PayloadError, PayloadTooLarge
 
 if TYPE_CHECKING:
     from fastcap.analysis import analyze, diff, scan
     from fastcap.checking import check
+    from fastcap.editing import edit
     from fastcap.pickling import (
         CloudPickler,
         NativeMixin,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "CloudPickler",
+    "EditError",
     "FastcapError",
     "NativeMixin",
     "NotPicklable",
@@ -38,6 +40,7 @@ __all__ = [
     "diff",
     "dump",
     "dumps",
+    "edit",
     "install",
     "installed",
     "load",
@@ -48,7 +51,7 @@ __all__ = [
 
 # Loaded at their first use: a process that only ships objects should not pay for reports, and a test run that only has
 # the pytest plugin installed should pay for nothing.
-_LAZY = {"analyze": "analysis", "check": "checking", "diff": "analysis", "scan": "analysis"}
+_LAZY = {"analyze": "analysis", "check": "checking", "diff": "analysis", "edit": "editing", "scan": "analysis"}
 
 
 def __getattr__(name: str) -> Any:

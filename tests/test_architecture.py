@@ -19,8 +19,8 @@ FLOORS = [
     {"explain", "config", "external", "render.layout"},
     {"findings", "opening", "slimming", "render.text", "render.diff", "render.folded", "render.html"},
     {"analysis"},
-    {"checking"},
-    {"targets", "editing", "record", "ray"},
+    {"checking", "editing"},
+    {"targets", "record", "ray"},
     {"cli", "pytest_plugin"},
     {"__main__"},
 ]
