@@ -14,13 +14,16 @@ PACKAGE = Path(fastcap.__file__).parent
 # Every module stands on a floor and imports only from floors below. Modules of one floor do not know each other.
 FLOORS = [
     {"errors"},
-    {"_native", "report", "paths"},
+    {"_native", "report", "paths", "placeholders"},
     {"render", "comparison", "pickling", "stores", "inert", "limits"},
     {"explain", "config", "external", "render.layout"},
     {"findings", "opening", "render.text", "render.diff", "render.folded", "render.html"},
     {"analysis"},
     {"checking"},
-    {"targets", "editing", "record", "ray"},
+    {"targets", "editing", "record"},
+    {"substitution"},
+    {"loading"},
+    {"ray"},
     {"cli", "pytest_plugin"},
     {"__main__"},
 ]
@@ -32,11 +35,11 @@ RESERVED = {
     "click": {"cli"},
     "rich": {"cli", "render.layout"},
     "pytest": {"pytest_plugin"},
-    "pickle": {"pickling", "editing", "analysis"},
+    "pickle": {"pickling", "editing", "analysis", "loading", "placeholders"},
 }
 
 # Who may use the native core; what only shows reports must work without it.
-NATIVE_USERS = {"pickling", "analysis", "explain", "inert", "external", "opening", "editing", "record"}
+NATIVE_USERS = {"pickling", "analysis", "explain", "inert", "external", "opening", "editing", "record", "substitution"}
 
 
 def module_name(path):
