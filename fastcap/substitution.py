@@ -44,10 +44,10 @@ def substitute(
             raise EditError("the stream has persistent ids of its own, which only the program that wrote it can load")
         values = _Values(handles)
         for path, value in replace.items():
-            replace_path(editor, path, _id_opcodes(values.add(value)))
+            replace_path(editor, path, id_opcodes(values.add(value)))
         found = find_handles(editor.explainer, apart_from=tuple(replace)) if handles is not None else []
         for handle in found:
-            editor.replace_node(handle.node, _id_opcodes(values.add_handle(handle)))
+            editor.replace_node(handle.node, id_opcodes(values.add_handle(handle)))
         if not replace and not found:
             return io.BytesIO(data), values.get
         written = io.BytesIO()
@@ -105,7 +105,8 @@ class _Values:
             )
 
 
-def _id_opcodes(number: int) -> bytes:
+def id_opcodes(number: int) -> bytes:
+    """Opcodes that push what a persistent id stands for."""
     return b"J%bQ" % number.to_bytes(4, "little")
 
 
