@@ -409,16 +409,24 @@ class _Experiment:
 
     # --- what has to be re-specified ---------------------------------------------------------------------------------
 
+    def _names_at(self, *steps: Step) -> list[str]:
+        """The keys of a dict in trainer.pkl."""
+        if self.main != _TRAINER:
+            return []
+        with Editor(self.source(_TRAINER)) as editor:
+            explainer = editor.explainer
+            node = explainer.find(steps)
+            parts = () if node is None else explainer.below(explainer.reader.resolve(node))
+            return [str(part.step.value) for part, _ in parts]
+
+    def argument_names(self) -> list[str]:
+        """The arguments of a Trainer that its file has."""
+        return self._names_at(item(1))
+
     def datasets(self) -> list[str]:
         """Names of the datasets of a Trainer, which its file never holds."""
         if self._datasets is None:
-            self._datasets = []
-            if self.main == _TRAINER:
-                with Editor(self.source(_TRAINER)) as editor:
-                    explainer = editor.explainer
-                    node = explainer.find((item(1), item("datasets")))
-                    parts = () if node is None else explainer.below(explainer.reader.resolve(node))
-                    self._datasets = [str(part.step.value) for part, _ in parts]
+            self._datasets = self._names_at(item(1), item("datasets"))
         return self._datasets
 
     def argument(self, label: str) -> str | None:
@@ -744,6 +752,9 @@ class _Values:
             how = f"  re-specify {argument}, or replace" if argument is not None else "  replace"
             lines.append(f"\n  {found.labels[0]}  {found.handle.kind} {found.handle.id} ({found.handle.what}){how} it")
         more = f"\n  [{len(missing) - _LISTED:,} more]" if len(missing) > _LISTED else ""
+        strange = sorted(set(self.given) - {"trainer_cls", *self.experiment.argument_names()})
+        if strange and self.experiment.main == _TRAINER:
+            more += f"\n(given, but not in the file: {', '.join(strange)})"
         raise NotRestored(
             f"{self.experiment.path} holds handles of a cluster that is gone, and nothing was given instead:"
             f"{''.join(lines)}{more}",
