@@ -14,13 +14,15 @@ PACKAGE = Path(fastcap.__file__).parent
 # Every module stands on a floor and imports only from floors below. Modules of one floor do not know each other.
 FLOORS = [
     {"errors"},
-    {"_native", "report", "paths"},
+    {"_native", "report", "paths", "placeholders"},
     {"render", "comparison", "pickling", "stores", "inert", "limits"},
     {"explain", "config", "external", "render.layout"},
     {"findings", "opening", "slimming", "render.text", "render.diff", "render.folded", "render.html"},
     {"analysis"},
     {"checking", "editing"},
-    {"targets", "record", "ray"},
+    {"targets", "record", "substitution"},
+    {"loading"},
+    {"ray"},
     {"cli", "pytest_plugin"},
     {"__main__"},
 ]
@@ -32,11 +34,13 @@ RESERVED = {
     "click": {"cli"},
     "rich": {"cli", "render.layout"},
     "pytest": {"pytest_plugin"},
-    "pickle": {"pickling", "editing", "analysis", "slimming"},
+    "pickle": {"pickling", "editing", "analysis", "slimming", "loading", "placeholders"},
 }
 
 # Who may use the native core; what only shows reports must work without it.
-NATIVE_USERS = {"pickling", "analysis", "explain", "inert", "external", "opening", "editing", "record", "slimming"}
+NATIVE_USERS = {
+    "pickling", "analysis", "explain", "inert", "external", "opening", "editing", "record", "slimming", "substitution",
+}
 
 
 def module_name(path):
