@@ -15,12 +15,13 @@ from fastcap._native.graph import Graph
 from fastcap._native.scanner import Scanner, Tables
 from fastcap.comparison import Diff, compare
 from fastcap.explain import Explainer, Failure, Place
-from fastcap.findings import MIN_SIZE, Failures, Live, Scene, find_all, handle_reducers
+from fastcap.findings import Failures, find_all, handle_reducers
 from fastcap.limits import limits_for
 from fastcap.opening import Source, scan_source
 from fastcap.paths import parse
 from fastcap.pickling import DumpBroken, trace
 from fastcap.report import Capture, Details, NodeRow, Report, TypeRow, ViewOptions, read_report
+from fastcap.scene import MIN_SIZE, Live, Scene
 
 MAX_ROWS = 400
 """Rows of the tree at most, ``[N more]`` rows not counted."""

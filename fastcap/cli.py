@@ -75,7 +75,7 @@ def cli(ctx: click.Context) -> None:
 
 
 def _codes(text: str) -> tuple[str, ...]:
-    from fastcap.findings import RULES
+    from fastcap.rules import RULES
 
     codes = tuple(code.strip().upper() for code in text.split(",") if code.strip())
     for code in codes:
@@ -256,7 +256,7 @@ def diff(
 @click.argument("code", metavar="[CODE]", required=False)
 def rule(code: str | None) -> int:
     """Explain a finding by its code, or list all of them."""
-    from fastcap.findings import RULES, describe_rule
+    from fastcap.rules import RULES, describe_rule
 
     if code is None:
         text = "\n".join(f"{each.code}  {each.severity:8} {each.title}" for each in RULES.values())

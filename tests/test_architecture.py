@@ -14,10 +14,12 @@ PACKAGE = Path(fastcap.__file__).parent
 # Every module stands on a floor and imports only from floors below. Modules of one floor do not know each other.
 FLOORS = [
     {"errors"},
-    {"_native", "report", "paths"},
+    {"_native", "report", "paths", "rules"},
     {"render", "comparison", "pickling", "stores", "inert", "limits"},
     {"explain", "config", "external", "render.layout"},
-    {"findings", "opening", "render.text", "render.diff", "render.folded", "render.html"},
+    {"scene", "opening", "render.text", "render.diff", "render.folded", "render.html"},
+    {"portability", "fidelity", "waste"},
+    {"findings"},
     {"analysis"},
     {"checking"},
     {"targets", "editing", "record", "ray"},

@@ -12,7 +12,8 @@ import pytest
 
 import fastcap
 from fastcap import analyze, scan
-from fastcap.findings import CHECKS, RULES, describe_rules
+from fastcap.findings import CHECKS
+from fastcap.rules import RULES, describe_rules
 
 MIB = 1 << 20
 DOCS = pathlib.Path(__file__).resolve().parent.parent / "docs" / "rules.md"
@@ -346,7 +347,7 @@ def test_303_in_a_file_on_disk(tmp_path):
 
 def test_303_touches_little_of_what_is_big(monkeypatch):
     """Of buffers that differ where the samples are, no more is read."""
-    import fastcap.findings as module
+    import fastcap.waste as module
 
     monkeypatch.setattr(module, "_same", lambda *_: pytest.fail("compared"))
     analyze([np.arange(MIB), np.arange(MIB) + 1, np.zeros(2 * MIB)]).findings  # noqa: B018

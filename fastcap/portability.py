@@ -1,0 +1,167 @@
+"""FC2: what pickles, but does not load or work in another process, on another machine, in another cluster."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import PurePath
+
+from fastcap.explain import Call, short_name
+from fastcap.inert import UNREAD, At
+from fastcap.report import Finding, format_size
+from fastcap.rules import ERROR, WARNING
+from fastcap.scene import ARRAYS, SMALLEST_BUFFER, Scene, captured_by, file_of, installed_folders
+
+
+def check_handles(scene: Scene) -> Iterator[Finding]:
+    """FC201, FC202."""
+    severity = ERROR if scene.live is None else WARNING
+    for index in scene.calls(lambda name: name.startswith("ray:")):
+        kind = scene.x.subject(index).type
+        if kind not in ("ActorHandle", "ObjectRef") or scene.head(index) != index:
+            continue
+        origin = scene.x.origin(index)
+        where = captured_by(scene, index, origin)
+        own = _variable(scene, index)
+        if kind == "ActorHandle":
+            message = (
+                f"Ray actor handle: loading it in another cluster fails (AssertionError: Expected str or bytes, got "
+                f"<class 'NoneType'>){where}"
+            )
+            instead = f'{own} = ray.get_actor("{own}")  # by name, where it is used'
+            yield scene.finding("FC201", index, message, instead, severity=severity)
+        else:
+            message = f"Ray object reference: it loads elsewhere, and ray.get on it raises OwnerDiedError{where}"
+            own = scene.expression(index)
+            instead = f"{own} = ray.get({own})  # the value instead of the reference"
+            yield scene.finding("FC202", index, message, instead, severity=severity)
+
+
+def _variable(scene: Scene, index: int) -> str:
+    """A name for an object, from the last step that has one."""
+    link: int | None = index
+    while link is not None:
+        place = scene.x.place(link)
+        if place is None or place.part is None:
+            break
+        step = place.part.step
+        if isinstance(step.value, str) and step.value.isidentifier():
+            return step.value
+        link = place.above
+    return "x"
+
+
+def check_names(scene: Scene) -> Iterator[Finding]:
+    """FC203, FC204, FC205: the first name of each module that may be missing elsewhere."""
+    modules: dict[tuple[str, str], tuple[int, str]] = {}
+    for index, name in scene.globals:
+        module = _module_of(scene, index, name)
+        code = _judge_module(module, scene.live is not None)
+        if code is not None:
+            modules.setdefault((code, name if code == "FC203" else module), (index, name))
+    for (code, module), (index, name) in modules.items():
+        if code == "FC203":
+            message = f"{name} is looked up by name: elsewhere AttributeError: Can't get attribute {short_name(name)!r}"
+            replacement = f"move {short_name(name)} to a module that workers have"
+        elif code == "FC204":
+            message = f"{name} is looked up by name, and {module} cannot be imported: ModuleNotFoundError on load"
+            replacement = f"cloudpickle.register_pickle_by_value({module})" if scene.live else f"pip install {module}"
+        else:
+            message = f"{name} is looked up by name in {file_of(module)}: ModuleNotFoundError where that is missing"
+            replacement = f"cloudpickle.register_pickle_by_value({module})"
+        yield scene.finding(code, index, message, replacement, size=0)
+
+
+def _module_of(scene: Scene, index: int, name: str) -> str:
+    parts = scene.x.reader.contents(index, 2)
+    module = scene.x.reader.string(parts.get(0))
+    if module is not None:
+        return module
+    module = name.rpartition(".")[0]  # GLOBAL: only a nested name has dots of its own
+    while module.rpartition(".")[0] in sys.modules and module not in sys.modules:
+        module = module.rpartition(".")[0]
+    return module
+
+
+def _judge_module(module: str, live: bool) -> str | None:
+    top = module.partition(".")[0]
+    if module == "__main__":
+        return "FC203"
+    if top in sys.stdlib_module_names or not module:
+        return None
+    if not live:
+        return None if _is_findable(top) else "FC204"
+    loaded = sys.modules.get(module)
+    if loaded is None:
+        return None
+    file = file_of(module)
+    if not file:
+        return "FC204" if getattr(loaded, "__spec__", None) is None and not _is_findable(top) else None
+    return None if file.startswith(installed_folders()) or f"{os.sep}site-packages{os.sep}" in file else "FC205"
+
+
+@cache
+def _is_findable(top: str) -> bool:
+    """Whether a top-level module can be found; finding one imports nothing."""
+    try:
+        return importlib.util.find_spec(top) is not None
+    except (ImportError, ValueError, AttributeError):
+        return False
+
+
+def check_gpu_tensors(scene: Scene) -> Iterator[Finding]:
+    """FC206."""
+    for index in scene.calls(lambda name: name.startswith("torch:_rebuild")):
+        device = _device_of(scene, index)
+        if device.startswith("cuda"):
+            message = f"tensor on {device}: where there is no such device loading raises RuntimeError"
+            yield scene.finding("FC206", index, message, f"{scene.expression(index)}.cpu()")
+
+
+def _device_of(scene: Scene, index: int) -> str:
+    obj = scene.object(index)
+    if obj is not None and type(obj).__module__.partition(".")[0] == "torch":
+        return str(getattr(obj, "device", ""))
+    storage = Call(scene.x, index).argument(0)
+    if not isinstance(storage, At):
+        return ""
+    key = scene.x.reader.contents(storage.index, 2).get(0, UNREAD)
+    value = scene.x.reader.value(key)
+    return str(value[3]) if isinstance(value, tuple) and len(value) > 3 and value[0] == "storage" else ""
+
+
+def check_memory_maps(scene: Scene) -> Iterator[Finding]:
+    """FC207."""
+    for index in scene.calls(ARRAYS.__contains__, SMALLEST_BUFFER):
+        obj = scene.object(index)
+        kind = scene.x.subject(index).type if obj is None else type(obj).__name__
+        if kind != "memmap":
+            continue
+        file = getattr(obj, "filename", None)
+        file = str(file) if isinstance(file, (str, PurePath)) else None
+        where = f" of {file}" if file else ""
+        message = f"memory-mapped array{where}: {format_size(scene.size(index))} of it are read and written out"
+        shown = repr(file) if file else "path"
+        instead = f'{scene.expression(index)} = np.load({shown}, mmap_mode="r")  # where it is used'
+        yield scene.finding("FC207", index, message, instead)
+
+
+def check_text_files(scene: Scene) -> Iterator[Finding]:
+    """FC208."""
+    for index in scene.calls(lambda name: name == "cloudpickle:_file_reconstructor"):
+        file = getattr(scene.object(index), "name", None)
+        named = isinstance(file, str)
+        message = f"the content of the open file{f' {file}' if named else ''} is pickled; it loads as io.StringIO"
+        instead = f"{scene.expression(index)} = open({repr(file) if named else 'path'})  # where it is used"
+        yield scene.finding("FC208", index, message, instead)
+
+
+def check_local_paths(scene: Scene) -> Iterator[Finding]:
+    """FC209."""
+    for index in scene.calls(("pathlib.PosixPath", "pathlib.WindowsPath", "pathlib._local.PosixPath").__contains__):
+        first = Call(scene.x, index).text(0)
+        if first is not None and (first.startswith("/") or first[1:3] in (":\\", ":/")) and scene.head(index) == index:
+            yield scene.finding("FC209", index, f"{scene.x.subject(index).what} is a path of this machine", None)
