@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import heapq
 import os
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -64,15 +65,17 @@ def analyze(
         objects = trace(
             obj, scanner, protocol, flavor=flavor, on_unpicklable=failures.report, reducers=handle_reducers()
         )
-        live = Live(objects, failures)
+        live = Live(objects, failures, flavor=flavor)
     except DumpBroken as broken:
         error = broken.__cause__
         scanner = Scanner()
         failures = Failures()
         number = failures.report(obj, error if isinstance(error, Exception) else broken)
-        notes = " ".join(map(str, getattr(error, "__notes__", ())))[:200]
+        notes = " ".join(map(str, getattr(error, "__notes__", ())))
+        place = re.search(r"while pickling (\S+?)<args>", notes)
         scanner.write(b"\x80\x04cfastcap.findings\nUnpicklable\nJ%b\x85R." % number.to_bytes(4, "little"))
-        live = Live((), (), f"pickling ended: {failures[number].error} {notes}".strip())
+        reason = f"pickling ended: {failures[number].error} {notes[:200]}".strip()
+        live = Live((), (), reason, place[1] if place else None)
     return _report(Graph(scanner.finish()), name, options, live=live, failures=failures)
 
 

@@ -594,7 +594,12 @@ class Call:
     @cached_property
     def setter_state(self) -> dict[str, Any]:
         """Entries of the slot state that cloudpickle's state setter is given, strings read."""
-        return {name: self.reader.string(value) for name, value in self._setter_entries(1).items()}
+        return {name: self.reader.string(value) for name, value in self.setter_slots.items()}
+
+    @cached_property
+    def setter_slots(self) -> dict[str, Any]:
+        """The first entries of the slot state that cloudpickle's state setter is given, as they are."""
+        return self._setter_entries(1)
 
     @cached_property
     def setter_attributes(self) -> dict[str, Any]:

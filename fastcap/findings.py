@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from fastcap import portability, waste
+from fastcap import fidelity, portability, waste
 from fastcap.explain import TABLE, UNPICKLABLE, Call, Failure, Origin, canonical, short_name
+from fastcap.inert import DICTS, LISTS, SETS
 from fastcap.report import Finding
 from fastcap.rules import ERROR, NOTE, RULES, WARNING
 from fastcap.scene import MIN_SIZE, NODES, Check, Live, Scene, captured_by, class_name
@@ -195,21 +196,92 @@ def _instead_of_unpicklable(scene: Scene, index: int, origin: Origin | None, kin
 
 def _check_broken(scene: Scene) -> Iterator[Finding]:
     if scene.live is not None and scene.live.broken is not None:
-        yield scene.finding("FC102", 0, scene.live.broken, None, size=0)
+        instead = f"in the class of {scene.live.broken_at or scene.path(0)}: a __reduce__ whose parts get smaller"
+        yield scene.finding("FC102", 0, scene.live.broken, instead, size=0)
+
+
+# CPython's C pickler, and so cloudpickle's, recurses: once for each object, once more for the entries of a list, dict
+# or set. It raises at the recursion limit, from 3.12 on at one for C code that is fixed when CPython is built
+# (Py_C_RECURSION_LIMIT, in 3.12 at least 1500; nobody can ask for it).
+_DEEPEST: Final = 10_000 if sys.version_info >= (3, 13) else 1500 if sys.version_info >= (3, 12) else None
+_TWO_LEVELS: Final = DICTS | LISTS | SETS
+_VISITED: Final = 20_000  # nodes at most in the search for a deep one
+
+
+def _check_nesting(scene: Scene) -> Iterator[Finding]:
+    if scene.live is None or len(scene.x.graph) < 300:
+        return
+    chain = _deep_chain(scene, _DEEPEST or sys.getrecursionlimit())
+    if not chain:
+        return
+    heads = list(dict.fromkeys(head for head in map(scene.head, chain[:64]) if head is not None))
+    labels = [scene.x.label(head) for head in heads]
+    repeated = set(labels[len(labels) // 2 :])
+    first = next((head for head, label in zip(heads, labels) if label in repeated), chain[0])
+    flavor = scene.live.flavor
+    message = (
+        f"nested {len(chain):,} nodes deep or more below this: {flavor}.dumps raises PicklingError (Could not pickle "
+        f"object as excessively deep recursion required), fastcap.dumps does not"
+    )
+    yield scene.finding("FC103", first, message, f'fastcap.install("{flavor}")  # or fastcap.dumps', size=0)
+
+
+def _deep_chain(scene: Scene, limit: int) -> list[int]:
+    """Nodes from the root to one that lies deeper than a pickler that recurses can go; empty if there is none.
+
+    Depth first, into children with so many nodes that one of them can be deep enough.
+    """
+    reader = scene.x.reader
+    chain: list[int] = []
+    weights: list[int] = []
+    ways = [iter((0,))]
+    weight = visited = 0
+    while ways and visited < _VISITED:
+        index = next(ways[-1], None)
+        if index is None:
+            ways.pop()
+            if chain:
+                chain.pop()
+                weight -= weights.pop()
+            continue
+        visited += 1
+        view = reader.view(index)
+        cost = 2 if view.op in _TWO_LEVELS else 1
+        if weight + cost > limit:
+            return [*chain, index]
+        needed = (limit - weight - cost) // 2
+        if view.count <= needed:
+            continue
+        chain.append(index)
+        weights.append(cost)
+        weight += cost
+        edges = scene.x.graph.edges(index, needed, _WIDE, False)
+        ways.append(iter([edge.target for edge in edges]))
+    return []
+
+
+_WIDE: Final = 1000  # children of a node that are looked at
 
 
 CHECKS: Final[Mapping[str, Check]] = {
     "FC101": _check_unpicklable,
     "FC102": _check_broken,
+    "FC103": _check_nesting,
     "FC201": portability.check_handles,
     "FC202": portability.check_handles,
     "FC203": portability.check_names,
     "FC204": portability.check_names,
     "FC205": portability.check_names,
-    "FC206": portability.check_gpu_tensors,
+    "FC206": portability.check_gpu,
     "FC207": portability.check_memory_maps,
     "FC208": portability.check_text_files,
     "FC209": portability.check_local_paths,
+    "FC210": fidelity.check_classes,
+    "FC211": fidelity.check_left_out,
+    "FC212": fidelity.check_submodules,
+    "FC213": fidelity.check_variables,
+    "FC214": portability.check_process_bound,
+    "FC215": portability.check_python_version,
     "FC302": waste.check_captured_self,
     "FC303": waste.check_duplicates,
     "FC304": waste.check_arrays,
@@ -222,5 +294,6 @@ CHECKS: Final[Mapping[str, Check]] = {
     "FC301": waste.check_captures,
     "FC311": waste.check_captures,
     "FC312": waste.check_tune,
+    "FC313": waste.check_documentation,
 }
 """Code -> its check, in the order in which they run. Some find several codes."""

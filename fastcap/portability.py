@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Iterator
 from functools import cache
-from pathlib import PurePath
+from pathlib import Path, PurePath
+from typing import Final
 
 from fastcap.explain import Call, short_name
 from fastcap.inert import UNREAD, At
 from fastcap.report import Finding, format_size
-from fastcap.rules import ERROR, WARNING
+from fastcap.rules import ERROR, NOTE, WARNING
 from fastcap.scene import ARRAYS, SMALLEST_BUFFER, Scene, captured_by, file_of, installed_folders
 
 
@@ -112,13 +114,18 @@ def _is_findable(top: str) -> bool:
         return False
 
 
-def check_gpu_tensors(scene: Scene) -> Iterator[Finding]:
+def check_gpu(scene: Scene) -> Iterator[Finding]:
     """FC206."""
+    yield from _devices(scene)
     for index in scene.calls(lambda name: name.startswith("torch:_rebuild")):
         device = _device_of(scene, index)
         if device.startswith("cuda"):
             message = f"tensor on {device}: where there is no such device loading raises RuntimeError"
             yield scene.finding("FC206", index, message, f"{scene.expression(index)}.cpu()")
+
+
+_LOCATION: Final = re.compile(rb"X[\x06-\x09]\x00\x00\x00((?:cuda):\d+)")
+"""The device of a storage in a file of torch.save: a string of its persistent id (BINUNICODE with its length)."""
 
 
 def _device_of(scene: Scene, index: int) -> str:
@@ -128,9 +135,31 @@ def _device_of(scene: Scene, index: int) -> str:
     storage = Call(scene.x, index).argument(0)
     if not isinstance(storage, At):
         return ""
+    made = scene.x.reader.resolve(storage.index)
+    if scene.x.reader.view(made).op == "REDUCE":  # _load_from_bytes(b"…"): a nested file of torch.save
+        inner = Call(scene.x, made).argument(0)
+        text = scene.x.reader.text(inner.index) if isinstance(inner, At) else None
+        match = _LOCATION.search(text.value) if text is not None and isinstance(text.value, bytes) else None
+        return match[1].decode() if match is not None else ""
     key = scene.x.reader.contents(storage.index, 2).get(0, UNREAD)
     value = scene.x.reader.value(key)
     return str(value[3]) if isinstance(value, tuple) and len(value) > 3 and value[0] == "storage" else ""
+
+
+_DEVICES: Final = frozenset({"cuda", "xpu", "hpu", "mtia"})
+
+
+def _devices(scene: Scene) -> Iterator[Finding]:
+    """Handles of devices."""
+    for index in scene.calls(lambda name: name == "torch:device"):
+        call = Call(scene.x, index)
+        kind, number = call.text(0), call.argument(1)
+        if kind is not None and kind.partition(":")[0] in _DEVICES and scene.head(index) == index:
+            shown = f"{kind}:{number}" if isinstance(number, int) else kind
+            own = scene.expression(index)
+            message = f"torch.device {shown}: it loads anywhere, and using it where there is none raises RuntimeError"
+            instead = f'{own} = torch.device("{kind}" if torch.cuda.is_available() else "cpu")  # where it is used'
+            yield scene.finding("FC206", index, message, instead, severity=NOTE)
 
 
 def check_memory_maps(scene: Scene) -> Iterator[Finding]:
@@ -164,4 +193,109 @@ def check_local_paths(scene: Scene) -> Iterator[Finding]:
     for index in scene.calls(("pathlib.PosixPath", "pathlib.WindowsPath", "pathlib._local.PosixPath").__contains__):
         first = Call(scene.x, index).text(0)
         if first is not None and (first.startswith("/") or first[1:3] in (":\\", ":/")) and scene.head(index) == index:
-            yield scene.finding("FC209", index, f"{scene.x.subject(index).what} is a path of this machine", None)
+            own, path = scene.expression(index), _relative(Call(scene.x, index), first)
+            instead = f"{own} = pathlib.Path({path!r})  # relative to the job's working directory"
+            yield scene.finding("FC209", index, f"{scene.x.subject(index).what} is a path of this machine", instead)
+
+
+def _relative(call: Call, first: str) -> str:
+    """A path below the working directory relative to it; of another one the last part."""
+    path = PurePath(first, *(part for part in map(call.reader.string, call.args[1:]) if part is not None))
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except (ValueError, OSError):
+        return path.name or "."
+
+
+# --- this process, this machine, this Python -------------------------------------------------------------------------
+
+_PROCESS_BOUND: Final = {
+    "multiprocessing.shared_memory.SharedMemory": (
+        "shared memory goes by its name: on another machine, or when it is unlinked, loading raises FileNotFoundError",
+        "{} = bytes({}.buf)",
+    ),
+    "multiprocessing.shared_memory.ShareableList": (
+        "shared memory goes by its name: on another machine, or when it is unlinked, loading raises FileNotFoundError",
+        "{} = list({})",
+    ),
+    "multiprocessing.managers.RebuildProxy": (
+        "proxy of a multiprocessing.Manager: it goes by the address of the manager's process, and where that does not "
+        "run, loading raises FileNotFoundError or AuthenticationError",
+        "{} = {}._getvalue()  # a copy of what the manager holds",
+    ),
+    "multiprocessing.connection.Connection": (
+        "end of a pipe, by the number of its file descriptor: in another process that is another file, or none "
+        "(OSError: Bad file descriptor), and the loaded object closes it when it goes",
+        "give it to multiprocessing.Process as an argument, which passes the descriptor on",
+    ),
+    "multiprocessing.connection.rebuild_connection": (
+        "end of a pipe whose file descriptor the process that pickled it hands out once",
+        "give it to multiprocessing.Process as an argument",
+    ),
+    "torch:rebuild_storage_fd": (
+        "tensor in shared memory, pickled by multiprocessing: its file descriptor is handed out once, on this machine",
+        "pickle it with cloudpickle or torch.save, not with multiprocessing's pickler",
+    ),
+    "torch:rebuild_storage_filename": (
+        "tensor in shared memory, pickled by multiprocessing: it goes by a name of this machine",
+        "pickle it with cloudpickle or torch.save, not with multiprocessing's pickler",
+    ),
+    "torch:rebuild_cuda_tensor": (
+        "tensor of a GPU, pickled by multiprocessing: its handle is good while the process that owns it runs",
+        "{} = {}.cpu()",
+    ),
+    "tempfile.TemporaryDirectory": (
+        "temporary directory: it goes by its name, and is deleted when this process lets go of it",
+        "pickle what is in it, or a path on shared storage",
+    ),
+    "os._Environ": (
+        "os.environ: all environment variables of this process go along, passwords and keys included, and stay as they "
+        "are here",
+        'what is needed of it: value = os.environ["NAME"]',
+    ),
+    # last, for it is part of some of those above
+    "multiprocessing.resource_sharer.DupFd": (
+        "file descriptor that the process that pickled it hands out once: later, or elsewhere, FileNotFoundError",
+        "pickle it with cloudpickle, not with multiprocessing's pickler",
+    ),
+}
+"""Canonical name of what is called on loading -> what it is, and what to write instead."""
+
+
+def check_process_bound(scene: Scene) -> Iterator[Finding]:
+    """FC214."""
+    found: list[str] = []
+    for name, (what, instead) in _PROCESS_BOUND.items():
+        severity = ERROR if scene.live is None and name != "os._Environ" else WARNING
+        for index in scene.calls(name.__eq__):
+            path = scene.path(index)
+            if any(path.startswith(known) for known in found):
+                continue
+            found.append(path)
+            message = what + captured_by(scene, index, scene.x.origin(index))
+            replacement = instead.replace("{}", scene.expression(index))
+            yield scene.finding("FC214", index, message, replacement, severity=severity)
+
+
+def check_python_version(scene: Scene) -> Iterator[Finding]:
+    """FC215: code objects with as many fields as those of this Python do not have."""
+    if scene.live is not None:
+        return
+    for index in scene.calls("types.CodeType".__eq__):
+        count = len(Call(scene.x, index).args)
+        written = _CODE_FIELDS.get(count)
+        if written is None or count == _OWN_CODE_FIELDS:
+            continue
+        place = scene.x.place(index)
+        function = place.above if place is not None and place.above is not None else index
+        message = (
+            f"its code was made by Python {written}, and this is {sys.version_info[0]}.{sys.version_info[1]}, which "
+            f"cannot load it (TypeError: code() argument 13 …)"
+        )
+        instead = f"load it with Python {written}, or pickle it again with the Python that loads it"
+        yield scene.finding("FC215", function, message, instead, size=0)
+        return
+
+
+_CODE_FIELDS: Final = {15: "3.7", 16: "3.8 to 3.10", 18: "3.11 or later"}
+_OWN_CODE_FIELDS: Final = 18 if sys.version_info >= (3, 11) else 16

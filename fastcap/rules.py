@@ -41,7 +41,16 @@ RULES: Final[Mapping[str, Rule]] = {
             "FC102", ERROR, "pickling ended before its end",
             "The pickler could not go on, so that nothing is known of what would have come after: nesting without an "
             "end (an object whose reduce value contains a new object of the same kind, and so forth).",
-            "give the class a __reduce__ whose parts get smaller",
+            "in the class: a __reduce__ whose parts get smaller",
+        ),
+        Rule(
+            "FC103", WARNING, "nesting too deep for cloudpickle",
+            "cloudpickle's pickler calls itself for each level, and raises at the recursion limit (in Python 3.12 and "
+            "later at a fixed one for C code): PicklingError: Could not pickle object as excessively deep recursion "
+            "required. fastcap's does not: fastcap.dumps and an installed fastcap write such an object, and anything "
+            "loads it. The path is where the nesting begins. Depths near the limit are not reported: how near depends "
+            "on the depth of the call that pickles.",
+            'fastcap.install("cloudpickle"), or a flat structure: a list of nodes and the numbers of their neighbours',
         ),
         Rule(
             "FC201", WARNING, "Ray actor handle",
@@ -80,7 +89,8 @@ RULES: Final[Mapping[str, Rule]] = {
         Rule(
             "FC206", WARNING, "tensor on a GPU",
             "The tensor's bytes are copied from the device, and loading puts them on the device with the same number. "
-            "Where there is none: RuntimeError: Attempting to deserialize object on a CUDA device.",
+            "Where there is none: RuntimeError: Attempting to deserialize object on a CUDA device. A torch.device is a "
+            "note: it loads, and fails where it is used.",
             "tensor.cpu()",
         ),
         Rule(
@@ -100,6 +110,51 @@ RULES: Final[Mapping[str, Rule]] = {
             "a path on shared storage, or one relative to the job's working directory",
         ),
         Rule(
+            "FC210", ERROR, "class that cannot be rebuilt",
+            "The class goes by value: cloudpickle makes an empty class of its name, bases and metaclass, and sets its "
+            "attributes. That raises on load where the class statement gives an argument (class A(Base, key=1)) that "
+            "__init_subclass__ or the metaclass cannot do without, where a slot is private (__slots__ = ('__x',)), and "
+            "where from Python 3.11 on a Flag has members, but none that is a single bit.",
+            "a default for the argument, or move the class to a module that workers have: it goes by name then",
+        ),
+        Rule(
+            "FC211", WARNING, "state that pickling leaves out",
+            "The object loads without a part of it: aliases of an enum that goes by value (from Python 3.11 on also "
+            "members of a Flag that are no single bit), attributes of an instance of a subclass of numpy.ndarray, the "
+            ".grad of a torch tensor (a note, for that is often meant).",
+            "move the enum to a module that workers have; give the array's class a __reduce__ and __setstate__",
+        ),
+        Rule(
+            "FC212", WARNING, "submodule that loading does not import",
+            "A function by value uses package.submodule, and the package goes by its name. cloudpickle has the "
+            "submodule imported on load only if the function itself mentions it, not if a function nested in it does, "
+            "or getattr(package, name) (a note). Not reported where the package's own __init__.py imports it.",
+            "import package.submodule inside the function",
+        ),
+        Rule(
+            "FC213", WARNING, "variable that is no longer shared",
+            "Two functions share a nonlocal variable, or a module that goes by value and its functions share a global, "
+            "and one of them writes it. After loading each has its own, and does not see what the other writes.",
+            "keep the value in an object that both hold: state = {'total': 0}",
+        ),
+        Rule(
+            "FC214", WARNING, "object of this process or machine",
+            "What is pickled is a name or number that means something only here: shared memory, a proxy of a "
+            "multiprocessing.Manager, a pipe's file descriptor, what multiprocessing's own pickler writes for tensors "
+            "and descriptors, a TemporaryDirectory; or os.environ with all its values. In a file this is an error, for "
+            "files outlive processes. What is a plain value cannot be told from any other: process ids, thread ids, "
+            "numbers of file descriptors, id(x), ports and host names as int or str are not reported. Most other "
+            "objects of a process cannot be pickled at all: see FC101.",
+            "the value instead of the handle: bytes(memory.buf), proxy._getvalue()",
+        ),
+        Rule(
+            "FC215", WARNING, "code of another Python",
+            "A file with functions by value that another Python version made, whose code objects have other fields: "
+            "loading raises TypeError: code() argument 13 must be str, not int. Bytecode differs between all minor "
+            "versions; 3.11 and later cannot be told apart here, and running code of one in another crashes.",
+            "load it with the Python that made it, or pickle it again",
+        ),
+        Rule(
             "FC301", WARNING, "big capture",
             "Code drags this object along: it is pickled with the function or class, each time that is sent. How it "
             "got in (closure, global, default argument, self) is in the message.",
@@ -107,7 +162,10 @@ RULES: Final[Mapping[str, Rule]] = {
         ),
         Rule(
             "FC302", WARNING, "self captured where an attribute is used",
-            "The function reads only some attributes of self, which are small, but captures all of it.",
+            "The function reads only some attributes of self, which are small, but captures all of it; or a method is "
+            "captured, which brings its object along. In a live object this is read off the bytecode: nothing but "
+            "those attributes is read, no method is called, self is not passed on. In a file only names are known, so "
+            "that self may be passed on nonetheless.",
             "x = self.x before the function, and x instead of self.x in it",
         ),
         Rule(
@@ -164,6 +222,13 @@ RULES: Final[Mapping[str, Rule]] = {
             "Tune registers a trainable, and each trial exports it as an actor class again: with num_samples >= 2 "
             "everything that it captures goes to Ray's key-value store twice.",
             "tune.with_parameters(train, data=data): the data goes to the object store, once",
+        ),
+        Rule(
+            "FC313", NOTE, "docstrings and line tables",
+            "A good part of the payload is documentation and tables for tracebacks of the functions and classes that "
+            "go by value: at least a quarter, and 16 KiB or more.",
+            "install the code on the workers; or pickle under python -OO (no docstrings; no assert statements either) "
+            "and -X no_debug_ranges (shorter tables, from Python 3.11 on)",
         ),
     )
 }  # fmt: skip

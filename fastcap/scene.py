@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from types import ModuleType
@@ -38,6 +38,8 @@ class Live:
     objects: Sequence[Any] = ()  # by memo index
     failures: Sequence[Failure] = ()
     broken: str | None = None  # why pickling ended before its end
+    broken_at: str | None = None  # the path of the object that did it, if that is known
+    flavor: str = "cloudpickle"  # the copy of cloudpickle that it was pickled as
 
 
 @dataclass
@@ -52,8 +54,26 @@ class Scene:
     taken: set[str] = field(default_factory=set)  # paths that a more telling check has dealt with
 
     def path(self, index: int) -> str:
-        """The path of the object that a node is or belongs to."""
-        return self.x.path(index) or "(too deep for a path)"
+        """The path of the object that a node is or belongs to.
+
+        What contains itself is built within what is written only to be thrown away; its path is that of who fetches it.
+        """
+        path = self.x.path(index)
+        head = self.head(index)
+        if path is not None and head is not None and "<discarded " in path:
+            holders = [*self.x.holders(head, inherited=True), *self._fetched(head)]
+            path = min((held for held in holders if "<discarded " not in held), key=len, default=path)
+        return path or "(too deep for a path)"
+
+    def _fetched(self, head: int) -> Iterator[str]:
+        """The paths of those above an object that stand for the object itself."""
+        link: int | None = head
+        while link is not None:
+            place = self.x.place(link)
+            link = None if place is None else place.above
+            path = self.x.path(link) if link is not None and self.x.reader.resolve(link) == head else None
+            if path is not None:
+                yield path
 
     def head(self, index: int) -> int | None:
         """The object that a node is or belongs to."""
@@ -109,10 +129,17 @@ class Scene:
         """Kind of call (see `Graph.type_keys`) -> canonical name of what is called."""
         found = {}
         for key, op, example in self.x.kinds[:NODES]:
-            name = canonical(Call(self.x, example).name) if op in CALLS else None
+            name = canonical(self._called(Call(self.x, example))) if op in CALLS else None
             if name:
                 found[key] = name
         return found
+
+    def _called(self, call: Call) -> str | None:
+        """The name of what is called, also if it is a partial of it that is."""
+        if call.name is not None or call.callable < 0 or self.x.reader.view(call.callable).op != "REDUCE":
+            return call.name
+        made = Call(self.x, call.callable)
+        return self.x.call_name(made.argument(0)) if made.name == "functools.partial" else None
 
     def calls(self, wanted: Callable[[str], bool], min_size: int = 0) -> list[int]:
         """The calls of what has a name that is wanted, of at least so many bytes."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dis
 import sys
 import zlib
 from collections.abc import Iterator, Mapping
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, Final
 
 from fastcap.explain import Call, short_name
@@ -25,34 +26,73 @@ _LIST_OPCODES: Final = b"]l"  # EMPTY_LIST, LIST
 def check_captured_self(scene: Scene) -> Iterator[Finding]:
     """FC302."""
     for index in scene.calls(lambda name: name == "cloudpickle:_make_function", scene.min_size):
+        live = scene.object(index)
+        code = live.__code__ if isinstance(live, FunctionType) else None
         for part, target in scene.x.below(index):
-            if part.how != "closure" or part.name is None:
-                continue
-            target = scene.x.reader.resolve(target)
-            used = _attributes_used(scene, index, part.name, target)
-            if not used:
-                continue
-            state = dict(_attribute_nodes(scene, target))
-            if not used <= _attribute_names(scene, target, state):
-                continue
-            rest = scene.size(target)
-            rest -= sum(scene.x.reader.view(state[each]).subtree_size for each in used if each in state)
-            if rest < scene.min_size:
-                continue
-            path = scene.path(index) + str(part.step)
-            scene.taken.add(path)
-            names = sorted(used)
-            reads = " and ".join(f"{part.name}.{each}" for each in names)
-            function = scene.x.subject(index)
-            file, line = function.where() if function.where is not None else (None, None)
-            at = f" at {file}:{line}" if file and line is not None else ""
-            kind = scene.x.subject(target).type
-            yield Finding(
-                "FC302", WARNING, path, rest,
-                f"{function.name}{at} reads only {reads}, but captures all of `{part.name}` ({kind})",
-                "; ".join(f"{each} = {part.name}.{each}" for each in names)
-                + f"  # before {function.name}, which then uses {' and '.join(names)}",
-            )  # fmt: skip
+            if part.how == "closure" and part.name is not None:
+                path = scene.path(index) + str(part.step)
+                yield from _captured_whole(scene, index, path, scene.x.reader.resolve(target), part.name, code)
+    for index in scene.calls(_BINDS.__contains__, scene.min_size):
+        live = scene.object(index)
+        code = None
+        if isinstance(live, MethodType) and isinstance(live.__func__, FunctionType):
+            code = live.__func__.__code__
+        bound = next((target for part, target in scene.x.below(index) if part.how == "self"), None)
+        function = _function_of_method(scene, index)
+        if bound is None or (code is None and function is None):
+            continue
+        variable = code.co_varnames[0] if code is not None and code.co_argcount else "self"
+        path = f"{scene.path(index)}<self>"
+        target = scene.x.reader.resolve(bound)
+        yield from _captured_whole(scene, index if function is None else function, path, target, variable, code, True)
+
+
+_BINDS: Final = frozenset({"types.MethodType", "builtins.getattr"})
+
+
+def _function_of_method(scene: Scene, index: int) -> int | None:
+    """The function of a bound method, if that goes by value."""
+    function = Call(scene.x, index).argument(0)
+    if not isinstance(function, At) or not scene.x.is_by_value(function):
+        return None
+    found = scene.x.reader.resolve(function.index)
+    return found if scene.x.subject(found).type == "function" else None
+
+
+def _captured_whole(
+    scene: Scene, function: int, path: str, target: int, variable: str, code: CodeType | None, bound: bool = False
+) -> Iterator[Finding]:
+    """A finding if a function reads only attributes of an instance that it holds, and they are a small part of it."""
+    state = dict(_attribute_nodes(scene, target))
+    known = _attribute_names(scene, target, state)
+    if code is None:
+        used = _names_in_code(scene, Call(scene.x, function).argument(0), 4) & known
+    else:
+        used = set()
+        if not _reads_attributes(code, variable, used):
+            return
+    if not used or not used <= known:
+        return
+    rest = scene.size(target)
+    rest -= sum(scene.x.reader.view(state[each]).subtree_size for each in used if each in state)
+    if rest < scene.min_size:
+        return
+    scene.taken.add(path)
+    names = sorted(used)
+    reads = " and ".join(f"{variable}.{each}" for each in names)
+    subject = scene.x.subject(function)
+    own = subject.name or (code.co_name if code is not None else "the method")
+    file, line = subject.where() if subject.where is not None else (None, None)
+    at = f" at {file}:{line}" if file and line is not None else ""
+    kind = scene.x.subject(target).type
+    holds = f"is bound to all of its object ({kind})" if bound else f"captures all of `{variable}` ({kind})"
+    verb = "reads only" if code is not None else "names no attribute but"
+    copies = "; ".join(f"{each} = {variable}.{each}" for each in names)
+    if bound:
+        instead = f"{copies}  # and a function in place of the method {own}, which uses {' and '.join(names)}"
+    else:
+        instead = f"{copies}  # before {own}, which then uses {' and '.join(names)}"
+    yield Finding("FC302", WARNING, path, rest, f"{own}{at} {verb} {reads}, but {holds}", instead)
 
 
 def _attribute_nodes(scene: Scene, index: int) -> Iterator[tuple[str, int]]:
@@ -72,38 +112,28 @@ def _attribute_names(scene: Scene, index: int, nodes: Mapping[str, int]) -> set[
     return {*nodes, *Call(scene.x, index).state_items()}
 
 
-def _attributes_used(scene: Scene, function: int, variable: str, target: int) -> set[str]:
-    """The attributes of a closure variable that a function reads; empty if it may do anything else with it."""
-    live = scene.object(function)
-    if isinstance(live, FunctionType):
-        used: set[str] = set()
-        return used if _reads_attributes(live.__code__, variable, used) else set()
-    code = Call(scene.x, function).argument(0)
-    names = _names_in_code(scene, code, 4)
-    return names & _attribute_names(scene, target, dict(_attribute_nodes(scene, target)))
-
-
-_LOADS: Final = frozenset({"LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"})
-_PASSES: Final = frozenset({"COPY_FREE_VARS", "LOAD_CLOSURE", "MAKE_CELL"})
+_LOADS: Final = frozenset({"LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF", "LOAD_FAST"})
+_PASSES: Final = frozenset({"COPY_FREE_VARS", "LOAD_CLOSURE", "MAKE_CELL", "CACHE", "EXTENDED_ARG"})
+_SEES_LOCALS: Final = frozenset({"locals", "vars", "eval", "exec", "dir", "super"})
 
 
 def _reads_attributes(code: CodeType, variable: str, used: set[str]) -> bool:
-    """Collect the attributes that code reads of a free variable; False if it does anything else with it."""
-    import dis
-
-    instructions = [each for each in dis.get_instructions(code) if each.opname not in ("CACHE", "EXTENDED_ARG")]
-    for number, each in enumerate(instructions):
-        if each.argval != variable or each.opname in _PASSES:
+    """Collect the attributes that code reads of a variable; False if it does, or may do, anything else with it."""
+    if not _SEES_LOCALS.isdisjoint(code.co_names):
+        return False
+    is_cell = variable in code.co_cellvars or variable in code.co_freevars
+    instructions = [each for each in dis.get_instructions(code) if each.opname not in _PASSES]
+    for each, following in zip(instructions, [*instructions[1:], None]):
+        if "FAST" not in each.opname and "DEREF" not in each.opname:
             continue
-        if each.opname in ("LOAD_FAST", "STORE_DEREF", "DELETE_DEREF"):
-            if each.opname != "LOAD_FAST":
-                return False
-            continue  # 3.13 loads the cell itself so, for a nested function
-        if each.opname in _LOADS:
-            following = instructions[number + 1] if number + 1 < len(instructions) else None
-            if following is None or following.opname not in ("LOAD_ATTR", "LOAD_METHOD"):
-                return False
-            used.add(str(following.argval))
+        # 3.13 loads or stores two variables in one instruction, and a cell itself, for a nested function, as a variable
+        variables = each.argval if isinstance(each.argval, tuple) else (each.argval,)
+        if variable not in variables or (is_cell and "STORE" not in each.opname and "FAST" in each.opname):
+            continue
+        is_load = each.opname in _LOADS or (each.opname.endswith("_LOAD_FAST") and variable not in variables[:-1])
+        if not is_load or following is None or following.opname not in ("LOAD_ATTR", "LOAD_METHOD"):
+            return False
+        used.add(str(following.argval))
     nested = [each for each in code.co_consts if isinstance(each, CodeType) and variable in each.co_freevars]
     return all(_reads_attributes(each, variable, used) for each in nested)
 
@@ -407,3 +437,40 @@ def check_tune(scene: Scene) -> Iterator[Finding]:
         message = f"as a Tune trainable with num_samples >= 2 its {size} are exported twice"
         own = scene.x.subject(0).name or "train"
         yield scene.finding("FC312", 0, message, f"tune.with_parameters({own}, data=data)")
+
+
+_CODE_SIZE = 1 << 14  # bytes of documentation and line tables from which on they are worth a word
+_CODE_SHARE = 4  # and from which fraction of the payload on
+
+
+def check_documentation(scene: Scene) -> Iterator[Finding]:
+    """FC313."""
+    reader = scene.x.reader
+    codes = scene.calls("types.CodeType".__eq__)
+    total = scene.x.graph.payload_size
+    if sum(reader.view(index).subtree_size for index in codes) < max(_CODE_SIZE, total // _CODE_SHARE):
+        return
+    tables = sum(_table_size(scene, index) for index in codes)
+    texts: set[int] = set()
+    for name in ("cloudpickle:_make_function", "cloudpickle:_make_skeleton_class"):
+        for index in scene.calls(name.__eq__):
+            call = Call(scene.x, index)
+            text = (call.setter_slots if name.endswith("function") else call.setter_attributes).get("__doc__")
+            if isinstance(text, At):
+                texts.add(reader.resolve(text.index))
+    documentation = sum(reader.view(index).subtree_size for index in texts)
+    if tables + documentation < max(_CODE_SIZE, total // _CODE_SHARE):
+        return
+    message = (
+        f"{format_size(documentation)} of docstrings and {format_size(tables)} of line tables go along with "
+        f"{len(codes):,} functions"
+    )
+    instead = "python -OO -X no_debug_ranges, or install the code on the workers"
+    yield scene.finding("FC313", 0, message, instead, size=tables + documentation)
+
+
+def _table_size(scene: Scene, index: int) -> int:
+    """Bytes of a code object's line table."""
+    args = Call(scene.x, index).args
+    table = args[{16: 13, 18: 14}[len(args)]] if len(args) in (16, 18) else None
+    return scene.x.reader.view(table.index).subtree_size if isinstance(table, At) else 0
