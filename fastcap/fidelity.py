@@ -12,21 +12,21 @@ import dis
 import sys
 from collections.abc import Iterable, Iterator
 from functools import cache
-from types import CellType, CodeType, FunctionType, ModuleType
+from types import CellType, CodeType, FunctionType
 from typing import Any, Final
 
 from fastcap.explain import Call, short_name
 from fastcap.inert import CALLS, At
 from fastcap.report import Finding
 from fastcap.rules import NOTE
-from fastcap.scene import Scene
+from fastcap.scene import Scene, ancestors, is_a, is_plain_tensor, names_of, namespace
 
 
 def check_classes(scene: Scene) -> Iterator[Finding]:
     """FC210: classes that cannot be built again."""
     for index in scene.calls(("cloudpickle:_make_skeleton_class", "cloudpickle:_make_skeleton_enum").__contains__):
         obj = scene.object(index)
-        reason = _of_class(obj) if isinstance(obj, type) else _of_class_in_stream(scene, index)
+        reason = _of_class(obj) if is_a(obj, type) else _of_class_in_stream(scene, index)
         if reason is not None:
             why, instead = reason
             name = scene.x.subject(index).name or "the class"
@@ -41,21 +41,22 @@ def _of_class(cls: type) -> tuple[str, str] | None:
     """Why loading a live class raises, and what to write instead."""
     meta: type = type(cls)
     for name, given in (("__prepare__", 3), ("__new__", 4), ("__init__", 4)):
-        missing = _required(_found(meta.__mro__, name), given)
+        missing = _required(_found(ancestors(meta), name), given)
         if missing:
-            return _keyword_reason(f"{meta.__name__}.{name}", missing)
-    if _found(meta.__mro__, "__new__") in _PASS_ON:  # another one may give the hook something of its own
-        hook = _found(cls.__mro__[1:], "__init_subclass__")
+            return _keyword_reason(f"{names_of(meta)[1]}.{name}", missing)
+    if _found(ancestors(meta), "__new__") in _PASS_ON:  # another one may give the hook something of its own
+        hook = _found(ancestors(cls)[1:], "__init_subclass__")
         missing = _required(hook, 1)
         if missing:
-            owner = next(base for base in cls.__mro__[1:] if "__init_subclass__" in base.__dict__)
-            return _keyword_reason(f"{owner.__name__}.__init_subclass__", missing)
-    slots = cls.__dict__.get("__slots__", ())
+            owner = next(base for base in ancestors(cls)[1:] if "__init_subclass__" in namespace(base))
+            return _keyword_reason(f"{names_of(owner)[1]}.__init_subclass__", missing)
+    own = namespace(cls)
+    slots = own.get("__slots__", ())
     private = next((each for each in _strings(slots) if _is_private(each)), None)
     if private is not None:
-        return _slot_reason(cls.__name__, private)
-    names, members = cls.__dict__.get("_member_names_"), cls.__dict__.get("_member_map_")
-    if isinstance(names, list) and isinstance(members, dict) and members and not names:
+        return _slot_reason(names_of(cls)[1], private)
+    names, members = own.get("_member_names_"), own.get("_member_map_")
+    if type(names) is list and type(members) is dict and members and not names:
         return _FLAG_REASON
     return None
 
@@ -88,15 +89,15 @@ def _slot_reason(name: str, slot: str) -> tuple[str, str]:
 def _found(bases: Iterable[type], name: str) -> Any:
     """What a class's namespace or those of its bases hold under a name; nothing is called or bound."""
     for base in bases:
-        if name in base.__dict__:
-            found = base.__dict__[name]
-            return found.__func__ if isinstance(found, (classmethod, staticmethod)) else found
+        found = namespace(base).get(name)
+        if found is not None:
+            return found.__func__ if type(found) in (classmethod, staticmethod) else found
     return None
 
 
 def _required(function: Any, given: int) -> str | None:
     """The first parameter of a Python function that must be given beyond so many by position."""
-    if not isinstance(function, FunctionType):
+    if not is_a(function, FunctionType):
         return None
     code = function.__code__
     return _first_required(
@@ -117,9 +118,9 @@ def _first_required(
 
 
 def _strings(value: Any) -> tuple[str, ...]:
-    if isinstance(value, str):
+    if type(value) is str:
         return (value,)
-    return tuple(each for each in value if isinstance(each, str)) if isinstance(value, (tuple, list, dict)) else ()
+    return tuple(each for each in value if type(each) is str) if type(value) in (tuple, list, dict) else ()
 
 
 def _is_private(name: str) -> bool:
@@ -188,17 +189,17 @@ def check_left_out(scene: Scene) -> Iterator[Finding]:
         return
     for index in scene.calls(lambda name: name == "cloudpickle:_make_skeleton_enum"):
         cls = scene.object(index)
-        found: Any = cls.__dict__ if isinstance(cls, type) else {}
+        found = namespace(cls)
         names, members = found.get("_member_names_"), found.get("_member_map_")
-        if isinstance(names, list) and isinstance(members, dict) and names:
-            lost = [name for name in members if isinstance(name, str) and name not in names]
-            if lost and isinstance(cls, type):
+        if type(names) is list and type(members) is dict and names:
+            lost = [name for name in members if type(name) is str and name not in names]
+            if lost:
                 shown = ", ".join(lost[:4]) + (", …" if len(lost) > 4 else "")
-                message = f"enum {cls.__name__} goes by value, and loads without its names {shown}"
-                yield scene.finding("FC211", index, message, _IN_MODULE.replace("{}", cls.__name__), size=0)
+                message = f"enum {names_of(cls)[1]} goes by value, and loads without its names {shown}"
+                yield scene.finding("FC211", index, message, _IN_MODULE.replace("{}", names_of(cls)[1]), size=0)
     for index in scene.calls(lambda name: name.startswith("torch:_rebuild")):
         tensor = scene.object(index)
-        if _is_plain_tensor(tensor) and tensor.is_leaf and tensor.grad is not None:
+        if is_plain_tensor(tensor) and tensor.is_leaf and tensor.grad is not None:
             own = scene.expression(index)
             instead = f"grad = {own}.grad beside it, and {own}.grad = grad where it is used"
             message = f"{scene.x.subject(index).what} loads without its .grad"
@@ -207,30 +208,25 @@ def check_left_out(scene: Scene) -> Iterator[Finding]:
         array = scene.object(index)
         lost = _attributes_of_array(array)
         if lost:
-            kind = type(array).__name__
+            kind = names_of(type(array))[1]
             shown = ", ".join(f".{name}" for name in lost[:4]) + (", …" if len(lost) > 4 else "")
             instead = f"in {kind}: __reduce__ and __setstate__ that carry {lost[0]}"
             message = f"{kind} loads without what its {shown} holds: numpy pickles the items of an array only"
             yield scene.finding("FC211", index, message, instead, size=0)
 
 
-def _is_plain_tensor(obj: Any) -> bool:
-    """A tensor whose attributes are torch's own, not those of a subclass that may do anything."""
-    return (type(obj).__module__, type(obj).__name__) in (("torch", "Tensor"), ("torch.nn.parameter", "Parameter"))
-
-
 def _attributes_of_array(obj: Any) -> list[str]:
     """Attributes of an instance of a subclass of ndarray that does not pickle them itself."""
-    if type(obj).__module__.partition(".")[0] == "numpy":
+    if names_of(type(obj))[0].partition(".")[0] == "numpy":
         return []  # a memmap has its file and mode there: see FC207
-    for base in type(obj).__mro__:
-        if (base.__module__, base.__name__) == ("numpy", "ndarray"):
+    for base in ancestors(type(obj)):
+        if names_of(base) == ("numpy", "ndarray"):
             try:
                 state = object.__getattribute__(obj, "__dict__")
             except AttributeError:
                 return []
             return [name for name, value in state.items() if isinstance(name, str) and value is not None]
-        if not base.__dict__.keys().isdisjoint(("__reduce__", "__reduce_ex__", "__getstate__")):
+        if not namespace(base).keys().isdisjoint(("__reduce__", "__reduce_ex__", "__getstate__")):
             return []
     return []
 
@@ -246,7 +242,7 @@ def check_submodules(scene: Scene) -> Iterator[Finding]:
     submodules = cache(_submodules)
     for index in scene.calls(lambda name: name == "cloudpickle:_make_function"):
         function = scene.object(index)
-        if not isinstance(function, FunctionType):
+        if not is_a(function, FunctionType):
             continue
         code = function.__code__
         nested = _names_of_nested(code) - set(code.co_names)
@@ -254,18 +250,18 @@ def check_submodules(scene: Scene) -> Iterator[Finding]:
             continue
         for name, package in _packages(function):
             computed = "getattr" in code.co_names and _is_read_by_getattr(code, name)
-            known = submodules(package.__name__)
+            known = submodules(package)
             missing = [each for each in known if computed or each in nested]
-            missing = [each for each in missing if not _comes_along(package.__name__, each)]
-            full = sorted(f"{package.__name__}.{each}" for each in missing)
+            missing = [each for each in missing if not _comes_along(package, each)]
+            full = sorted(f"{package}.{each}" for each in missing)
             if not full or set(full) <= seen:
                 continue
             seen.update(full)
             shown = " or ".join(full[:3])
             how = f"by a name that is computed: {shown}" if computed else f"in a nested function: {full[0]}"
             message = (
-                f"{function.__name__} reads a submodule of {package.__name__} {how} may not be imported on load "
-                f"(AttributeError: module {package.__name__!r} has no attribute {short_name(full[0])!r})"
+                f"{function.__name__} reads a submodule of {package} {how} may not be imported on load "
+                f"(AttributeError: module {package!r} has no attribute {short_name(full[0])!r})"
             )
             severity = NOTE if computed else None
             instead = f"inside {function.__name__}: import {full[0]}"
@@ -281,17 +277,21 @@ def _names_of_nested(code: CodeType, nesting: int = 8) -> set[str]:
     return found
 
 
-def _packages(function: FunctionType) -> Iterator[tuple[str, ModuleType]]:
-    """The packages that a function knows by name, as globals or in its closure."""
+def _packages(function: FunctionType) -> Iterator[tuple[str, str]]:
+    """(variable, package) of the packages that a function knows, as globals or in its closure."""
     code = function.__code__
     for name in sorted({*code.co_names, *_names_of_nested(code)}):
         found = function.__globals__.get(name)
-        if isinstance(found, ModuleType) and "__path__" in found.__dict__:
-            yield name, found
+        if "__path__" in namespace(found):
+            yield name, _name_of_module(found)
     for name, cell in zip(code.co_freevars, function.__closure__ or ()):
         found = _content(cell)
-        if isinstance(found, ModuleType) and "__path__" in found.__dict__:
-            yield name, found
+        if "__path__" in namespace(found):
+            yield name, _name_of_module(found)
+
+
+def _name_of_module(module: object) -> str:
+    return str(namespace(module).get("__name__"))
 
 
 def _content(cell: CellType) -> Any:
@@ -320,10 +320,11 @@ def _is_read_by_getattr(code: CodeType, variable: str) -> bool:
 @cache
 def _comes_along(package: str, submodule: str) -> bool:
     """Whether importing a package imports or provides a submodule, as far as the package's own source shows."""
-    loaded = sys.modules.get(package)
-    if loaded is None or "__getattr__" in loaded.__dict__:
+    loaded = namespace(sys.modules.get(package))
+    full = f"{package}.{submodule}"
+    if not loaded or "__getattr__" in loaded or full in _WITH_CLOUDPICKLE:
         return True
-    file = loaded.__dict__.get("__file__")
+    file = loaded.get("__file__")
     if not isinstance(file, str) or not file.endswith(".py"):
         return True
     try:
@@ -331,10 +332,14 @@ def _comes_along(package: str, submodule: str) -> bool:
             tree = ast.parse(source.read(1 << 20))
     except (OSError, SyntaxError, ValueError, RecursionError):
         return True
-    return any(submodule in _imported(node, package) for node in ast.walk(tree))
+    return any(submodule in _bound(node) for node in ast.walk(tree))
 
 
-def _imported(node: ast.AST, package: str) -> set[str]:
+_WITH_CLOUDPICKLE: Final = frozenset({"collections.abc", "importlib.machinery"})
+"""Submodules that cloudpickle imports, and so each process that loads a function by value (Python 3.10 to 3.13)."""
+
+
+def _bound(node: ast.AST) -> set[str]:
     """The names that an import statement in a package's own file binds or goes through, or an assignment binds."""
     if isinstance(node, ast.Import):
         return {part for alias in node.names for part in alias.name.split(".")}
@@ -355,7 +360,7 @@ def check_variables(scene: Scene) -> Iterator[Finding]:
     cells: dict[int, list[tuple[int, FunctionType, str]]] = {}
     for index in scene.calls(lambda name: name == "cloudpickle:_make_function"):
         function = scene.object(index)
-        if not isinstance(function, FunctionType):
+        if not is_a(function, FunctionType):
             continue
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
             if name != "__class__":
@@ -370,7 +375,7 @@ def check_variables(scene: Scene) -> Iterator[Finding]:
         reader = next(each[1] for each in sharing if each[1] is not function)
         message = (
             f"{function.__name__} writes `{name}`, which it shares with {reader.__name__}: after loading each of them "
-            f"has its own"
+            "has its own"
         )
         instead = f"keep {name} in an object that both hold: {name} = [{name}], and {name}[0] in both"
         yield scene.finding("FC213", index, message, instead, size=0)
@@ -381,18 +386,17 @@ def _split_modules(scene: Scene) -> Iterator[Finding]:
     """Modules by value, with functions that write their globals."""
     for index in scene.calls(lambda name: name == "cloudpickle:dynamic_subimport"):
         module = scene.object(index)
-        if not isinstance(module, ModuleType):
-            continue
-        for name, function in list(module.__dict__.items()):
-            if not isinstance(function, FunctionType) or function.__globals__ is not module.__dict__:
+        space = namespace(module)
+        for name, function in list(space.items()):
+            if not is_a(function, FunctionType) or function.__globals__ is not space:
                 continue
             written = next(
                 (each.argval for each in dis.get_instructions(function.__code__) if each.opname == "STORE_GLOBAL"), None
             )
             if written is not None:
                 message = (
-                    f"{name} writes the global `{written}` of module {module.__name__}, which goes by value: after "
-                    f"loading, the module and its functions each have their own"
+                    f"{name} writes the global `{written}` of module {_name_of_module(module)}, which goes by value: "
+                    "after loading, the module and its functions each have their own"
                 )
                 instead = f"keep {written} in an object: {written} = [{written}], and {written}[0] in {name}"
                 yield scene.finding("FC213", index, message, instead, size=0)

@@ -15,7 +15,17 @@ from fastcap.explain import Call, short_name
 from fastcap.inert import UNREAD, At
 from fastcap.report import Finding, format_size
 from fastcap.rules import ERROR, NOTE, WARNING
-from fastcap.scene import ARRAYS, SMALLEST_BUFFER, Scene, captured_by, file_of, installed_folders
+from fastcap.scene import (
+    ARRAYS,
+    SMALLEST_BUFFER,
+    Scene,
+    captured_by,
+    file_of,
+    installed_folders,
+    is_plain_tensor,
+    names_of,
+    namespace,
+)
 
 
 def check_handles(scene: Scene) -> Iterator[Finding]:
@@ -101,7 +111,7 @@ def _judge_module(module: str, live: bool) -> str | None:
         return None
     file = file_of(module)
     if not file:
-        return "FC204" if getattr(loaded, "__spec__", None) is None and not _is_findable(top) else None
+        return "FC204" if namespace(loaded).get("__spec__") is None and not _is_findable(top) else None
     return None if file.startswith(installed_folders()) or f"{os.sep}site-packages{os.sep}" in file else "FC205"
 
 
@@ -130,8 +140,8 @@ _LOCATION: Final = re.compile(rb"X[\x06-\x09]\x00\x00\x00((?:cuda):\d+)")
 
 def _device_of(scene: Scene, index: int) -> str:
     obj = scene.object(index)
-    if obj is not None and type(obj).__module__.partition(".")[0] == "torch":
-        return str(getattr(obj, "device", ""))
+    if is_plain_tensor(obj):
+        return str(obj.device)
     storage = Call(scene.x, index).argument(0)
     if not isinstance(storage, At):
         return ""
@@ -166,8 +176,11 @@ def check_memory_maps(scene: Scene) -> Iterator[Finding]:
     """FC207."""
     for index in scene.calls(ARRAYS.__contains__, SMALLEST_BUFFER):
         obj = scene.object(index)
-        kind = scene.x.subject(index).type if obj is None else type(obj).__name__
-        if kind != "memmap":
+        if obj is None:
+            is_map = scene.x.subject(index).type == "memmap"
+        else:
+            is_map = names_of(type(obj)) == ("numpy", "memmap")
+        if not is_map:
             continue
         file = getattr(obj, "filename", None)
         file = str(file) if isinstance(file, (str, PurePath)) else None

@@ -55,9 +55,9 @@ RULES: Final[Mapping[str, Rule]] = {
         Rule(
             "FC201", WARNING, "Ray actor handle",
             "An actor handle is only good in the cluster in which the actor lives. In another cluster loading the "
-            "pickle fails (Ray 2.60: AssertionError: Expected str or bytes, got <class 'NoneType'>). In a file this is "
-            "an error: files outlive clusters. fastcap finds handles without asking Ray to serialize them, so their "
-            "size is an estimate.",
+            "pickle fails (Ray 2.60: AssertionError: Expected str or bytes, got <class 'NoneType'>), and so it does "
+            "where Ray is not started (RaySystemError). In a file this is an error: files outlive clusters. fastcap "
+            "finds handles without asking Ray to serialize them, so their size is an estimate.",
             'pass a name and look the actor up where it is used: tracker = ray.get_actor("tracker")',
         ),
         Rule(

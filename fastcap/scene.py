@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from types import ModuleType
@@ -61,17 +61,17 @@ class Scene:
         path = self.x.path(index)
         head = self.head(index)
         if path is not None and head is not None and "<discarded " in path:
-            holders = [*self.x.holders(head, inherited=True), *self._fetched(head)]
+            holders = [*self.x.holders(head, inherited=True), *self._fetched(index, head)]
             path = min((held for held in holders if "<discarded " not in held), key=len, default=path)
         return path or "(too deep for a path)"
 
-    def _fetched(self, head: int) -> Iterator[str]:
-        """The paths of those above an object that stand for the object itself."""
+    def _fetched(self, index: int, head: int) -> Iterator[str]:
+        """The paths of those above a node that stand for it or for the object it belongs to."""
         link: int | None = head
         while link is not None:
             place = self.x.place(link)
             link = None if place is None else place.above
-            path = self.x.path(link) if link is not None and self.x.reader.resolve(link) == head else None
+            path = self.x.path(link) if link is not None and self.x.reader.resolve(link) in (index, head) else None
             if path is not None:
                 yield path
 
@@ -194,11 +194,51 @@ def last_name(path: str) -> str:
     return path.rpartition(" ")[2].rstrip(">") if path.endswith(">") else path
 
 
+# What can be asked of a live object without running code of its class or metaclass: `isinstance` looks for `__class__`,
+# an attribute of a class is looked up by its metaclass, and one of a lazy module imports it.
+
+
+def is_a(obj: object, *kinds: type) -> bool:
+    """Whether the type of an object is one of these or inherits from one."""
+    return issubclass(type(obj), kinds)
+
+
+def namespace(obj: object) -> Mapping[str, Any]:
+    """The ``__dict__`` of a class or module, as it is."""
+    if is_a(obj, type):
+        found: Mapping[str, Any] = _CLASS_NAMESPACE(obj)
+        return found
+    return _MODULE_NAMESPACE(obj) if is_a(obj, ModuleType) else {}
+
+
+def ancestors(cls: type) -> tuple[type, ...]:
+    """The method resolution order of a class."""
+    found: tuple[type, ...] = _CLASS_ORDER(cls)
+    return found
+
+
+def names_of(cls: type) -> tuple[str, str]:
+    """Module and name of a class."""
+    module, name = _CLASS_MODULE(cls), _CLASS_NAME(cls)
+    return module if type(module) is str else "", name
+
+
+def is_plain_tensor(obj: object) -> bool:
+    """Whether an object is a tensor whose attributes are torch's own, not those of a subclass that may do anything."""
+    return names_of(type(obj)) in (("torch", "Tensor"), ("torch.nn.parameter", "Parameter"))
+
+
+_CLASS_NAMESPACE: Final = type.__dict__["__dict__"].__get__
+_CLASS_ORDER: Final = type.__dict__["__mro__"].__get__
+_CLASS_MODULE: Final = type.__dict__["__module__"].__get__
+_CLASS_NAME: Final = type.__dict__["__name__"].__get__
+_MODULE_NAMESPACE: Final = vars(ModuleType)["__dict__"].__get__
+
+
 def file_of(module: str) -> str:
     """The file of a loaded module; empty if it has none."""
-    loaded = sys.modules.get(module)
-    file = loaded.__dict__.get("__file__") if isinstance(loaded, ModuleType) else None
-    return file if isinstance(file, str) else ""
+    file = namespace(sys.modules.get(module)).get("__file__")
+    return file if type(file) is str else ""
 
 
 @cache

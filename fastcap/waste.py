@@ -6,7 +6,7 @@ import dis
 import sys
 import zlib
 from collections.abc import Iterator, Mapping
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MethodType
 from typing import Any, Final
 
 from fastcap.explain import Call, short_name
@@ -14,7 +14,19 @@ from fastcap.inert import CALLS, At
 from fastcap.paths import attr
 from fastcap.report import Capture, Finding, format_size
 from fastcap.rules import WARNING
-from fastcap.scene import ARRAYS, NODES, SMALLEST_BUFFER, Scene, file_of, installed_folders, last_name
+from fastcap.scene import (
+    ARRAYS,
+    NODES,
+    SMALLEST_BUFFER,
+    Scene,
+    file_of,
+    installed_folders,
+    is_a,
+    is_plain_tensor,
+    last_name,
+    names_of,
+    namespace,
+)
 
 _SAMPLE = 4096  # elements or bytes that are looked at before all are
 _COMPARED = 1 << 28  # bytes of buffers that are compared at most, in all
@@ -27,7 +39,7 @@ def check_captured_self(scene: Scene) -> Iterator[Finding]:
     """FC302."""
     for index in scene.calls(lambda name: name == "cloudpickle:_make_function", scene.min_size):
         live = scene.object(index)
-        code = live.__code__ if isinstance(live, FunctionType) else None
+        code = live.__code__ if is_a(live, FunctionType) else None
         for part, target in scene.x.below(index):
             if part.how == "closure" and part.name is not None:
                 path = scene.path(index) + str(part.step)
@@ -35,7 +47,7 @@ def check_captured_self(scene: Scene) -> Iterator[Finding]:
     for index in scene.calls(_BINDS.__contains__, scene.min_size):
         live = scene.object(index)
         code = None
-        if isinstance(live, MethodType) and isinstance(live.__func__, FunctionType):
+        if is_a(live, MethodType) and is_a(live.__func__, FunctionType):
             code = live.__func__.__code__
         bound = next((target for part, target in scene.x.below(index) if part.how == "self"), None)
         function = _function_of_method(scene, index)
@@ -226,8 +238,7 @@ def _same(one: memoryview, other: memoryview) -> bool:
 
 
 def _is_array(obj: Any) -> bool:
-    kind = type(obj)
-    return kind.__module__ == "numpy" and kind.__name__ in ("ndarray", "memmap")
+    return names_of(type(obj)) in (("numpy", "ndarray"), ("numpy", "memmap"))
 
 
 def check_arrays(scene: Scene) -> Iterator[Finding]:
@@ -251,7 +262,7 @@ def check_arrays(scene: Scene) -> Iterator[Finding]:
             message = f"{what} is broadcast from {format_size(used)}: every element is written"
             instead = f"{own} = np.broadcast_to({own}, {obj.shape})  # where it is used"
             yield scene.finding("FC304", index, message, instead)
-        elif obj.dtype.str == _FLOAT64 and type(obj).__name__ == "ndarray" and _fits_float32(obj):
+        elif obj.dtype.str == _FLOAT64 and names_of(type(obj))[1] == "ndarray" and _fits_float32(obj):
             own, what = scene.expression(index), scene.x.subject(index).what
             message = f"{what}: the values that were looked at all fit float32"
             yield scene.finding("FC309", index, message, f"{own} = {own}.astype(np.float32)", size=obj.nbytes // 2)
@@ -294,7 +305,8 @@ def check_tensors(scene: Scene) -> Iterator[Finding]:
         node = scene.x.reader.resolve(storage.index)
         stored = scene.x.reader.view(node).subtree_size
         what = scene.x.subject(index).what
-        dtype = str(getattr(scene.object(index), "dtype", what))
+        tensor = scene.object(index)
+        dtype = str(tensor.dtype) if is_plain_tensor(tensor) else what
         # Unknown where the storage is bytes that the graph has not kept: then the widest of the usual ones.
         used = next((size for kind, size in _TENSOR_WIDTHS.items() if kind in dtype), 8)
         for length in shape:
@@ -372,14 +384,16 @@ def check_code_by_value(scene: Scene) -> Iterator[Finding]:
     seen: set[str] = set()
     for index in scene.calls(("cloudpickle:_make_function", "cloudpickle:_make_skeleton_class").__contains__):
         obj = scene.object(index)
-        if not isinstance(obj, (FunctionType, type)):
+        if is_a(obj, FunctionType):
+            module, qualname = obj.__module__, obj.__qualname__
+        elif is_a(obj, type):
+            module, qualname = names_of(obj)
+        else:
             continue
-        module, qualname = obj.__module__, obj.__qualname__
         if not isinstance(module, str) or module in seen or module == "__main__" or "<" in qualname:
             continue
         loaded = sys.modules.get(module)
-        found: Any = loaded.__dict__ if isinstance(loaded, ModuleType) else {}
-        if found.get(qualname) is not obj or not file_of(module).startswith(installed_folders()):
+        if namespace(loaded).get(qualname) is not obj or not file_of(module).startswith(installed_folders()):
             continue
         seen.add(module)
         message = f"{module}.{qualname} is pickled with its code, though {module} can be imported"
