@@ -162,7 +162,7 @@ def analyze(
                     raise TargetError(f"--{name} is for objects that are pickled now: {target} is a pickle already")
             view = [f"--{name.replace('_', '-')}" for name in ("depth", "top", "sort", "min_size") if name in given]
             report = _read_payload(target, options, view, progress=not no_progress)
-        findings = report.findings
+        broken = report.unpicklable
         report = _select_findings(report, settings)
         budget, limit, source = _BUDGET, max_size, "the command line"
         if limit is None and settings.max_size is not None:
@@ -172,7 +172,7 @@ def analyze(
         _write(_render(report, form, output, sort or "retained"), output)
         if limit is None:
             return FINE
-        if any(row.code.startswith("FC1") for row in findings):
+        if broken:
             if form != "text" or output is not None:
                 _say(f"{target} cannot be pickled: no payload, whatever its size may be")
             return OVER_BUDGET
@@ -245,6 +245,9 @@ def diff(
         else:
             _write(render_diff(found, top=top, **_page_options(output)), output)
         limit = max_growth or settings.max_growth
+        if limit is not None and reports[1].unpicklable:
+            _say(f"{new_text} cannot be pickled: no payload, whatever its size may be")
+            return OVER_BUDGET
         if limit is None or limit.allows(found.old_size, found.new_size):
             return FINE
         said = "--max-growth" if max_growth else f"max-growth of {settings.file}:"
