@@ -402,7 +402,7 @@ def _few_parts(explainer: Explainer, head: int) -> list[int]:
     if isinstance(head, _End):
         return []
     place = explainer.place(head)
-    if place is None or place.route is None:
+    if place is None or place.route is None or explainer.subject(head).whole:
         return []
     retained = explainer.reader.view(head).retained_size
     parts = _dominated_objects(explainer, head, max(1, retained // 200))
@@ -424,7 +424,7 @@ def _dominated_objects(explainer: Explainer, head: int, least: int) -> list[int]
     for _ in range(256):
         if not open_nodes:
             break
-        for index in explainer.graph.dominated(open_nodes.pop(), least, _CHILDREN):
+        for index in _dominated(explainer, open_nodes.pop(), least):
             place: Place | None = explainer.place(index)
             if place is None:
                 continue
@@ -433,6 +433,22 @@ def _dominated_objects(explainer: Explainer, head: int, least: int) -> list[int]
             elif place.route is not None:
                 open_nodes.append(index)
     return found
+
+
+def _dominated(explainer: Explainer, index: int, least: int) -> list[int]:
+    """`Graph.dominated`, which looks at the whole subtree, for the usual case that the children are all of them."""
+    view = explainer.reader.view(index)
+    rest = view.retained_size - view.self_size
+    found = []
+    for edge in explainer.graph.edges(index, least, _CHILDREN, False):
+        child = explainer.reader.view(edge.target)
+        if child.dominator == index:
+            rest -= child.retained_size
+            if child.retained_size >= least:
+                found.append(child)
+    if rest >= least:
+        return explainer.graph.dominated(index, least, _CHILDREN)
+    return [child.index for child in sorted(found, key=lambda child: (-child.retained_size, child.index))]
 
 
 def _capture(explainer: Explainer, head: int) -> Capture:
@@ -477,9 +493,16 @@ def count_types(explainer: Explainer) -> list[TypeRow]:
         meanings[key] = 2 if subject.glue else 1 if subject.route is None else 0
     counts: dict[str, int] = {}
     sizes: dict[str, int] = {}
-    for key, (count, size) in explainer.graph.type_totals(meanings).items():
-        name = names.get(key, "other")
-        counts[name] = counts.get(name, 0) + count
-        sizes[name] = sizes.get(name, 0) + size
+    totals = [(names.get(key, "other"), *total) for key, total in explainer.graph.type_totals(meanings).items()]
+    if explainer.reader.view(0).op == "FILE":  # of one kind with the bytes in it that belong to no pickle
+        own_size = explainer.reader.view(0).self_size
+        number = next(k for k, (name, _, _) in enumerate(totals) if name == names[explainer.kinds[0][0]])
+        _, count, size = totals[number]
+        totals[number] = ("raw bytes", count - 1, size - own_size)
+        totals.append(("file", 1, own_size))
+    for name, count, size in totals:
+        if count or size:
+            counts[name] = counts.get(name, 0) + count
+            sizes[name] = sizes.get(name, 0) + size
     rows = [TypeRow(name, counts[name], size) for name, size in sizes.items()]
     return sorted(rows, key=lambda row: (-row.size, row.type))

@@ -99,7 +99,9 @@ class Scene:
                 root = self.path(link)
                 return root + "".join(reversed(steps))
             step = place.part.step
-            if step.kind in ("attr", "item"):
+            if step.kind == "block":
+                pass  # a DataFrame's: what is to be done, is done to the frame
+            elif step.kind in ("attr", "item"):
                 steps.append(str(step))
             elif step.kind == "self" or (isinstance(step.value, str) and step.value.isidentifier()):
                 return (step.value if isinstance(step.value, str) else "self") + "".join(reversed(steps))
