@@ -14,10 +14,13 @@ PACKAGE = Path(fastcap.__file__).parent
 # Every module stands on a floor and imports only from floors below. Modules of one floor do not know each other.
 FLOORS = [
     {"errors"},
-    {"_native", "report", "paths", "placeholders"},
+    {"_native", "report", "paths", "placeholders", "rules"},
     {"render", "comparison", "pickling", "stores", "inert", "limits"},
     {"explain", "config", "external", "render.layout"},
-    {"findings", "opening", "slimming", "render.text", "render.diff", "render.folded", "render.html"},
+    {"scene", "opening", "render.text", "render.diff", "render.folded", "render.html"},
+    {"portability", "fidelity", "waste"},
+    {"findings"},
+    {"slimming"},
     {"analysis"},
     {"checking", "editing"},
     {"targets", "record", "substitution"},
