@@ -37,8 +37,9 @@ from fastcap import __version__
 from fastcap._native.digest import digest as digest_of
 from fastcap.errors import DamagedSave, SaveError
 from fastcap.folders import MANIFESTS, PARTS, Folder, LocalFolder, open_folder
+from fastcap.loading import loads
 from fastcap.paths import parse
-from fastcap.pickling import dumps, loads
+from fastcap.pickling import dumps
 from fastcap.slimming import slim_dumps
 from fastcap.stores import PartInfo, ReduceValue
 

@@ -14,13 +14,19 @@ PACKAGE = Path(fastcap.__file__).parent
 # Every module stands on a floor and imports only from floors below. Modules of one floor do not know each other.
 FLOORS = [
     {"errors"},
-    {"_native", "report", "paths"},
+    {"_native", "report", "paths", "placeholders", "rules"},
     {"render", "comparison", "pickling", "stores", "inert", "limits", "folders"},
     {"explain", "config", "external", "render.layout"},
-    {"findings", "opening", "slimming", "render.text", "render.diff", "render.folded", "render.html"},
-    {"analysis", "saving"},
-    {"checking"},
-    {"targets", "editing", "record", "ray"},
+    {"scene", "opening", "render.text", "render.diff", "render.folded", "render.html"},
+    {"portability", "fidelity", "waste"},
+    {"findings"},
+    {"slimming"},
+    {"analysis"},
+    {"checking", "editing"},
+    {"targets", "record", "substitution"},
+    {"loading"},
+    {"saving"},
+    {"ray"},
     {"cli", "pytest_plugin"},
     {"__main__"},
 ]
@@ -33,12 +39,13 @@ RESERVED = {
     "rich": {"cli", "render.layout"},
     "pytest": {"pytest_plugin"},
     "fsspec": {"folders"},
-    "pickle": {"pickling", "editing", "analysis", "slimming"},
+    "pickle": {"pickling", "editing", "analysis", "slimming", "loading", "placeholders"},
 }
 
 # Who may use the native core; what only shows reports must work without it.
 NATIVE_USERS = {
-    "pickling", "analysis", "explain", "inert", "external", "opening", "editing", "record", "slimming", "saving",
+    "pickling", "analysis", "explain", "inert", "external", "opening", "editing", "record", "saving", "slimming",
+    "substitution",
 }
 
 
