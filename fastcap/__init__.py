@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from fastcap.errors import EditError, FastcapError, NotPicklable, PayloadError, PayloadTooLarge
+from fastcap.errors import EditError, FastcapError, NotPicklable, NotRestored, PayloadError, PayloadTooLarge
 
 if TYPE_CHECKING:
     from fastcap.analysis import analyze, diff, scan
     from fastcap.checking import check
     from fastcap.editing import edit
+    from fastcap.loading import Placeholder, Unrestorable, load, loads
     from fastcap.pickling import (
         CloudPickler,
         NativeMixin,
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
         dumps,
         install,
         installed,
-        load,
-        loads,
         uninstall,
     )
 
@@ -31,9 +30,12 @@ __all__ = [
     "FastcapError",
     "NativeMixin",
     "NotPicklable",
+    "NotRestored",
     "PayloadError",
     "PayloadTooLarge",
     "Pickler",
+    "Placeholder",
+    "Unrestorable",
     "__version__",
     "analyze",
     "check",
@@ -51,7 +53,17 @@ __all__ = [
 
 # Loaded at their first use: a process that only ships objects should not pay for reports, and a test run that only has
 # the pytest plugin installed should pay for nothing.
-_LAZY = {"analyze": "analysis", "check": "checking", "diff": "analysis", "edit": "editing", "scan": "analysis"}
+_LAZY = {
+    "Placeholder": "loading",
+    "Unrestorable": "loading",
+    "analyze": "analysis",
+    "check": "checking",
+    "diff": "analysis",
+    "edit": "editing",
+    "load": "loading",
+    "loads": "loading",
+    "scan": "analysis",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -89,7 +89,7 @@ def cli(ctx: click.Context) -> None:
 
 
 def _codes(text: str) -> tuple[str, ...]:
-    from fastcap.findings import RULES
+    from fastcap.rules import RULES
 
     codes = tuple(code.strip().upper() for code in text.split(",") if code.strip())
     for code in codes:
@@ -176,7 +176,7 @@ def analyze(
                     raise TargetError(f"--{name} is for objects that are pickled now: {target} is a pickle already")
             view = [f"--{name.replace('_', '-')}" for name in ("depth", "top", "sort", "min_size") if name in given]
             report = _read_payload(target, options, view, progress=not no_progress)
-        findings = report.findings
+        broken = report.unpicklable
         report = _select_findings(report, settings)
         budget, limit, source = _BUDGET, max_size, "the command line"
         if limit is None and settings.max_size is not None:
@@ -186,7 +186,7 @@ def analyze(
         _write(_render(report, form, output, sort or "retained"), output)
         if limit is None:
             return FINE
-        if any(row.code.startswith("FC1") for row in findings):
+        if broken:
             if form != "text" or output is not None:
                 _say(f"{target} cannot be pickled: no payload, whatever its size may be")
             return OVER_BUDGET
@@ -259,6 +259,9 @@ def diff(
         else:
             _write(render_diff(found, top=top, **_page_options(output)), output)
         limit = max_growth or settings.max_growth
+        if limit is not None and reports[1].unpicklable:
+            _say(f"{new_text} cannot be pickled: no payload, whatever its size may be")
+            return OVER_BUDGET
         if limit is None or limit.allows(found.old_size, found.new_size):
             return FINE
         said = "--max-growth" if max_growth else f"max-growth of {settings.file}:"
@@ -349,7 +352,7 @@ def edit(
 @click.argument("code", metavar="[CODE]", required=False)
 def rule(code: str | None) -> int:
     """Explain a finding by its code, or list all of them."""
-    from fastcap.findings import RULES, describe_rule
+    from fastcap.rules import RULES, describe_rule
 
     if code is None:
         text = "\n".join(f"{each.code}  {each.severity:8} {each.title}" for each in RULES.values())

@@ -58,6 +58,21 @@ class PayloadTooLarge(FastcapError, ValueError):
         return type(self), (str(self), self.payload_size, self.max_size)
 
 
+class NotRestored(FastcapError, AttributeError):
+    """Something that a pickle names does not come back where it is loaded; the message says what to give instead.
+
+    Raised by a placeholder (`fastcap.Unrestorable`, `fastcap.Placeholder`) that is used, and by loading with
+    ``handles="error"``; then ``paths`` are those of the handles.
+    """
+
+    def __init__(self, message: str, paths: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.paths = paths
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.paths)
+
+
 class NotPicklable(FastcapError, TypeError):
     """An object cannot be pickled; the message says why, and by which paths.
 
@@ -72,3 +87,10 @@ class NotPicklable(FastcapError, TypeError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (str(self), self.findings)
+
+
+class UnknownRay(FastcapError, RuntimeError):
+    """The installed Ray is not built as `fastcap.ray` expects; the message names its version and the place.
+
+    Nothing has been changed in Ray then.
+    """

@@ -14,13 +14,18 @@ PACKAGE = Path(fastcap.__file__).parent
 # Every module stands on a floor and imports only from floors below. Modules of one floor do not know each other.
 FLOORS = [
     {"errors"},
-    {"_native", "report", "paths"},
+    {"_native", "report", "paths", "placeholders", "rules"},
     {"render", "comparison", "pickling", "stores", "inert", "limits"},
     {"explain", "config", "external", "render.layout"},
-    {"findings", "opening", "render.text", "render.diff", "render.folded", "render.html"},
+    {"scene", "opening", "render.text", "render.diff", "render.folded", "render.html"},
+    {"portability", "fidelity", "waste"},
+    {"findings"},
+    {"slimming"},
     {"analysis"},
     {"checking", "editing"},
-    {"targets", "record", "ray"},
+    {"targets", "record", "substitution"},
+    {"loading"},
+    {"ray"},
     {"cli", "pytest_plugin"},
     {"__main__"},
 ]
@@ -32,11 +37,13 @@ RESERVED = {
     "click": {"cli"},
     "rich": {"cli", "render.layout"},
     "pytest": {"pytest_plugin"},
-    "pickle": {"pickling", "editing", "analysis"},
+    "pickle": {"pickling", "editing", "analysis", "slimming", "loading", "placeholders"},
 }
 
 # Who may use the native core; what only shows reports must work without it.
-NATIVE_USERS = {"pickling", "analysis", "explain", "inert", "external", "opening", "editing", "record"}
+NATIVE_USERS = {
+    "pickling", "analysis", "explain", "inert", "external", "opening", "editing", "record", "slimming", "substitution",
+}
 
 
 def module_name(path):
