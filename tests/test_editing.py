@@ -119,7 +119,7 @@ def edit_in_memory(obj, step, put):
     """Drop what a step leads to, or put something in its place; ``put`` is a tuple of the value, or empty."""
     kind, name = step.kind, literal(step.value)
     step_into(obj, step)
-    if isinstance(obj, (corpus.Bag, BaseException, types.ModuleType)):
+    if isinstance(obj, (corpus.Bag, BaseException, types.ModuleType)) or hasattr(type(obj), "__setstate__"):
         raise Unsupported  # they make of their state what they like
     if kind == "item" and type(obj) in (list, dict) and (type(obj) is list or put or name in obj):
         if put:
