@@ -326,9 +326,8 @@ cdef class CodeInfo:
     """What the reducers want to know about one code object; lives in that object's ``co_extra``."""
 
     cdef tuple global_names         # names of globals that the code, or code nested in it, refers to; in order
-    cdef frozenset attribute_names  # co_names
     cdef uint64_t modules_version   # the version of sys.modules that `submodules` belongs to; 0: none
-    cdef dict submodules            # "package." -> tuple of the submodules' names that the code can address
+    cdef dict submodules            # "package." -> tuple of the submodules' names that the code can address; or None
 
 
 cdef CodeInfo code_info(object code):
@@ -357,8 +356,6 @@ cdef CodeInfo code_info(object code):
                 found.setdefault(name, None)
     info = CodeInfo.__new__(CodeInfo)
     info.global_names = tuple(found)
-    info.attribute_names = frozenset(<object>fc_code_names(code))
-    info.submodules = {}
     if extra_index >= 0:
         Py_INCREF(<PyObject *>info)
         try:
@@ -441,6 +438,7 @@ cdef int find_imported_submodules(Flavor flavor, object code, CodeInfo info, obj
     cdef object prefix, modules, name, parts, part
     cdef uint64_t version
     cdef list below, names
+    cdef set attribute_names
     cdef tuple addressed = None
     if not isinstance(module, ModuleType) or not getattr(module, "__package__", None):
         return 0
@@ -451,25 +449,28 @@ cdef int find_imported_submodules(Flavor flavor, object code, CodeInfo info, obj
         return 0
     version = fc_dict_version(<dict>modules)
     if version != 0:
-        if info.modules_version == version:
-            addressed = info.submodules.get(prefix)
-        else:
-            info.submodules = {}
+        if info.modules_version != version:
+            info.submodules = None
             info.modules_version = version
+        elif info.submodules is not None:
+            addressed = info.submodules.get(prefix)
     if addressed is None:
         below = submodules_below(<dict>modules, version, <str>prefix)
         if below is None:
             found.extend(flavor.find_imported_submodules(code, [module]))
             return 0
         names = []
+        attribute_names = set(<object>fc_code_names(code))
         for name, parts in below:
             for part in <tuple>parts:
-                if part not in info.attribute_names:
+                if part not in attribute_names:
                     break
             else:
                 names.append(name)
         addressed = tuple(names)
         if version != 0 and info.modules_version == version == fc_dict_version(<dict>modules):
+            if info.submodules is None:
+                info.submodules = {}
             info.submodules[prefix] = addressed
     for name in addressed:
         found.append(modules[name])
