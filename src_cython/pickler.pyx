@@ -1074,7 +1074,7 @@ cdef int grow(Pickler self, Py_ssize_t size) except -1:
     if room < FRAME_BUFFER:
         room = FRAME_BUFFER
     elif self.in_memory and room < MOVED_BLOCK:
-        room *= 8
+        room *= 4 if room == FRAME_BUFFER else 16 if room < MOVED_BLOCK // 16 else 8
     else:
         room *= 2
     resize(self, max(room, least))
@@ -1599,7 +1599,7 @@ cdef Py_ssize_t save_pairs(Pickler self, PyObject* obj, Py_ssize_t* position, Py
         halfway[0] = False
         written += 1
     self.out.next = p
-    if not noting:
+    if sparing and not noting:
         # The last pair has the position before the next one. A note too many, of its value, does no harm.
         note_run(self, obj, start, position[0] if halfway[0] or key[0] == NULL else position[0] - 1, own)
     return written
@@ -1710,7 +1710,7 @@ cdef int note_run(Pickler self, PyObject* container, Py_ssize_t start, Py_ssize_
     """
     cdef Run* run
     cdef Py_ssize_t room
-    if start == end or not spares(self, own) or own & OWN_TEMPORARY:
+    if start == end or own & OWN_TEMPORARY:
         return 0
     if self.run_count > self.runs_entered:
         run = &self.runs[self.run_count - 1]
@@ -2329,6 +2329,8 @@ cdef inline Py_ssize_t save_list_leaves(Pickler self, PyObject* obj, Py_ssize_t 
                                         int own) except -1:
     """Save the first leaves among `count` items of a list, and return their number."""
     cdef Py_ssize_t written = save_leaves(self, fastcap_list_items(obj) + position, count, own)
+    if not spares(self, own):
+        return written
     if written < SHORT_RUN and list_size(obj) < SHORT_RUN:
         note_items(self, fastcap_list_items(obj) + position, written, own)
     else:
