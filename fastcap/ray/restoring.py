@@ -571,10 +571,10 @@ def _copy_bytes(source: Any, start: int, end: int, file: Any) -> None:
 def _rewrite(source: str | bytes, values: _Values, file: Any, replacements: Iterable[tuple[str, Any]]) -> None:
     """Write a pickle with values in place of the handles in it, and of what is at some paths."""
     with Editor(source) as editor:
-        for path, value in replacements:
-            replace_path(editor, path, _dumps(value))
+        replaced = {replace_path(editor, path, _dumps(value)) for path, value in replacements}
         for handle in find_handles(editor.explainer):
-            editor.replace_node(handle.node, values.pickled(handle))
+            if handle.node not in replaced:
+                editor.replace_node(handle.node, values.pickled(handle))
         editor.write(file)
 
 
@@ -835,11 +835,13 @@ def _load_trainer(experiment: _Experiment, values: _Values) -> tuple[Any, dict[s
         root = editor.graph.node(0)
         arguments = editor.explainer.find((item(1),))
         _require(root.op == "TUPLE2" and arguments is not None, f"{_TRAINER} is not (class, arguments)")
+        replaced = set()
         for path, value in values.replacements_in(_TRAINER):
-            if editor.explainer.find(parse(path).steps) is not None:  # else it was not given before
-                replace_path(editor, path, opcodes(value))
+            if editor.explainer.find(parse(path).steps) is not None:  # else it was not given before, or a number
+                replaced.add(replace_path(editor, path, opcodes(value)))
         for handle in find_handles(editor.explainer):
-            editor.replace_node(handle.node, opcodes(values.of(handle)))
+            if handle.node not in replaced:
+                editor.replace_node(handle.node, opcodes(values.of(handle)))
         editor.write(stream)
     stream.seek(0)
     unpickler = pickle.Unpickler(stream)
