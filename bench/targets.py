@@ -68,6 +68,7 @@ SCANNER = [
 ]
 # Time for one node at 1e5 nodes over that at 1e7: at least 1 / 1.5.
 NODE_COUNTS = {"1e5 nodes": 100_000, "1e7 nodes": 10_000_000}
+FIRST_SCAN, SECOND_SCAN = "first scan of a process", "second"
 NODE_TIME = Target("1e7 nodes", "dominators", "1e5 nodes, for one node", 1 / 1.5)
 
 
@@ -141,11 +142,20 @@ class Ledger:
         mean_ratio = math.exp(statistics.fmean(map(math.log, ratios))) if ratios else None
         return Row(mean.workload, mean.contender, mean.rival, mean_ratio, mean.must, mean.target, note)
 
-    def node_time_row(self) -> Row:
-        few, many = (self.median(name, "scan and graph") for name in NODE_COUNTS)
+    def node_times(self, which: str) -> tuple[float, float] | None:
+        """Seconds for one node of few and of many."""
+        few, many = (self.median(name, which) for name in NODE_COUNTS)
         small, large = NODE_COUNTS.values()
-        ratio = (few / small) / (many / large) if few and many else None
-        note = f"{many / large * 1e9:.1f} ns a node at {large:,}" if many else ""
+        return (few / small, many / large) if few and many else None
+
+    def node_time_row(self) -> Row:
+        first, second = self.node_times(FIRST_SCAN), self.node_times(SECOND_SCAN)
+        note = ""
+        if first and second:
+            note = "ns a node: " + ", ".join(
+                f"{few * 1e9:.0f} and {many * 1e9:.0f} in the {which}"
+                for which, (few, many) in ((FIRST_SCAN, first), (SECOND_SCAN, second)))
+        ratio = first[0] / first[1] if first else None
         return Row(NODE_TIME.workload, NODE_TIME.contender, NODE_TIME.rival, ratio, NODE_TIME.must, note=note)
 
     def memory_row(self, target: MemoryTarget) -> Row:

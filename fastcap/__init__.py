@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from fastcap.errors import FastcapError, NotPicklable, NotRestored, PayloadError, PayloadTooLarge
+from fastcap.errors import EditError, FastcapError, NotPicklable, NotRestored, PayloadError, PayloadTooLarge
 
 if TYPE_CHECKING:
     from fastcap.analysis import analyze, diff, scan
     from fastcap.checking import check
+    from fastcap.editing import edit
     from fastcap.loading import Placeholder, Unrestorable, load, loads
     from fastcap.pickling import (
         CloudPickler,
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "CloudPickler",
+    "EditError",
     "FastcapError",
     "NativeMixin",
     "NotPicklable",
@@ -40,6 +42,7 @@ __all__ = [
     "diff",
     "dump",
     "dumps",
+    "edit",
     "install",
     "installed",
     "load",
@@ -56,6 +59,7 @@ _LAZY = {
     "analyze": "analysis",
     "check": "checking",
     "diff": "analysis",
+    "edit": "editing",
     "load": "loading",
     "loads": "loading",
     "scan": "analysis",

@@ -27,6 +27,20 @@ class PayloadError(FastcapError, ValueError):
         return type(self), (self.reason, self.offset)
 
 
+class EditError(FastcapError, ValueError):
+    """A part of a pickle cannot be dropped or replaced; the message says which, why, and what can be done.
+
+    ``paths`` are the paths concerned, if there are any.
+    """
+
+    def __init__(self, message: str, paths: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.paths = paths
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.paths)
+
+
 class PayloadTooLarge(FastcapError, ValueError):
     """An object pickles to more than it may; the message names what is big in it.
 

@@ -14,14 +14,16 @@ PACKAGE = Path(fastcap.__file__).parent
 # Every module stands on a floor and imports only from floors below. Modules of one floor do not know each other.
 FLOORS = [
     {"errors"},
-    {"_native", "report", "paths", "placeholders"},
+    {"_native", "report", "paths", "placeholders", "rules"},
     {"render", "comparison", "pickling", "stores", "inert", "limits"},
     {"explain", "config", "external", "render.layout"},
-    {"findings", "opening", "render.text", "render.diff", "render.folded", "render.html"},
+    {"scene", "opening", "render.text", "render.diff", "render.folded", "render.html"},
+    {"portability", "fidelity", "waste"},
+    {"findings"},
+    {"slimming"},
     {"analysis"},
-    {"checking"},
-    {"targets", "editing", "record"},
-    {"substitution"},
+    {"checking", "editing"},
+    {"targets", "record", "substitution"},
     {"loading"},
     {"ray"},
     {"cli", "pytest_plugin"},
@@ -35,11 +37,13 @@ RESERVED = {
     "click": {"cli"},
     "rich": {"cli", "render.layout"},
     "pytest": {"pytest_plugin"},
-    "pickle": {"pickling", "editing", "analysis", "loading", "placeholders"},
+    "pickle": {"pickling", "editing", "analysis", "slimming", "loading", "placeholders"},
 }
 
 # Who may use the native core; what only shows reports must work without it.
-NATIVE_USERS = {"pickling", "analysis", "explain", "inert", "external", "opening", "editing", "record", "substitution"}
+NATIVE_USERS = {
+    "pickling", "analysis", "explain", "inert", "external", "opening", "editing", "record", "slimming", "substitution",
+}
 
 
 def module_name(path):

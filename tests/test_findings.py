@@ -20,7 +20,8 @@ import fastcap
 from fastcap import analyze
 from fastcap._native.graph import Graph
 from fastcap._native.scanner import Scanner
-from fastcap.findings import UNPICKLABLE, Failures
+from fastcap.explain import UNPICKLABLE
+from fastcap.findings import Failures
 from fastcap.pickling import DumpBroken, trace
 
 LOCK = threading.Lock()
