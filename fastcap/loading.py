@@ -76,7 +76,12 @@ def loads(
     from fastcap.substitution import substitute
 
     stream, value_of = substitute(data, replace or {}, handles, options)
-    unpickler = _unpickler(stream, missing, options)
+    return load_with_ids(stream, value_of, missing, **options)
+
+
+def load_with_ids(file: BinaryIO, value_of: Callable[[Any], Any], missing: str | None = None, **options: Any) -> Any:
+    """The object in a stream that has persistent ids in place of parts; ``value_of`` gives the value of each."""
+    unpickler = _unpickler(file, missing, options)
     unpickler.persistent_load = value_of
     return unpickler.load()
 

@@ -964,7 +964,12 @@ cdef class Rewriter:
             return 0
         self.visit_count -= 1
         if visit.memoize != NO_INDEX:
-            self.memoize(visit.memoize)
+            # A piece whose value has a memo entry of its own lends it: a second name would be one too many.
+            if visit.piece != NO_INDEX and program.n and numbers[0] != NO_INDEX:
+                if self.numbers[visit.memoize] == NO_INDEX:
+                    self.numbers[visit.memoize] = numbers[0]
+            else:
+                self.memoize(visit.memoize)
         if self.out_size >= FRAME_SIZE_TARGET:
             self.hand_over()
         return 0

@@ -6,6 +6,7 @@
 
 import json
 import os
+import resource
 import shutil
 import sys
 import tempfile
@@ -213,7 +214,9 @@ def restore(folder, case):
     path = os.path.join(folder, case["name"])
     start = fastcap.ray.restore_trainer if which == "trainer" else fastcap.ray.restore_tuner
     handles = {place: make_handle(kind) for place, kind in zip(places, kinds)}
+    began = time.perf_counter()
     said = {"dry": [[row.kind, row.argument, list(row.paths), row.required] for row in start(path, dry_run=True)]}
+    said["dry_seconds"] = time.perf_counter() - began
     given = arguments(case, handles)
     options = {"resume_errored": True, "trainable": given["trainable"]} if which == "tuner" else {}
     try:
@@ -238,9 +241,10 @@ def restore(folder, case):
         options.update({owner[place]: given[owner[place]] for place in places if place in owner})
         if which == "trainer" and "class" in places:
             options["trainer_cls"] = MyTrainer
-    began = time.process_time()
+    began = time.perf_counter()
     experiment = start(path, **options)
-    said["restore_seconds"] = time.process_time() - began
+    said["restore_seconds"] = time.perf_counter() - began
+    said["restore_peak"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     said.update(fit(experiment))
     said["note"] = getattr(experiment, "note", None)
     said["seen"] = {

@@ -25,7 +25,9 @@ def drive(action, folder, cases, timeout=600):
         capture_output=True, text=True, timeout=timeout, env=environment,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[-4000:]
-    return json.loads(run.stdout.splitlines()[-1])
+    said = json.loads(run.stdout.splitlines()[-1])
+    print(f"{action}: {said['seconds']:.0f} s")
+    return said
 
 
 def contents(folder):
@@ -142,4 +144,4 @@ def test_big_array(tmp_path):
     assert not said["error"]
     assert [row["step"] for row in said["metrics"]] == [3]
     assert said["seen"]["config"] == [0, 1, 2, 3]
-    print(sizes, said["restore_seconds"])
+    print(sizes, {name: said[name] for name in ("dry_seconds", "restore_seconds", "restore_peak")})

@@ -324,7 +324,7 @@ def test_arguments_and_parts_of_them(tmp_path):
     assert loads(tmp_path / "second" / "tuner.pkl")["_run_config"].callbacks[0].handle == "mine"
     (state,) = loads(tmp_path / "second" / "callback-states-2026-01-02_00-00-00.pkl").values()
     assert isinstance(state["handle"], fastcap.Unrestorable)
-    with pytest.raises(NotRestored, match=r"restore with replace=\{\"'callback-states"):
+    with pytest.raises(NotRestored, match=r"restore with run_config="):
         state["handle"].ping.remote()
 
 

@@ -21,7 +21,6 @@ import io
 import json
 import mmap
 import os
-import pickle
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,6 +34,7 @@ import ray
 from fastcap.editing import Editor
 from fastcap.errors import EditError, FastcapError, NotRestored, PayloadError, UnknownRay
 from fastcap.explain import TABLE
+from fastcap.loading import load_with_ids
 from fastcap.paths import Path, Step, attr, item, parse, word
 from fastcap.pickling import dumps
 from fastcap.placeholders import Unrestorable
@@ -857,7 +857,5 @@ def _load_trainer(experiment: _Experiment, values: _Values) -> tuple[Any, dict[s
                 editor.replace_node(handle.node, opcodes(values.of(handle)))
         editor.write(stream)
     stream.seek(0)
-    unpickler = pickle.Unpickler(stream)
-    unpickler.persistent_load = kept.__getitem__  # type: ignore[method-assign]
-    cls, arguments_given = unpickler.load()
+    cls, arguments_given = load_with_ids(stream, kept.__getitem__)
     return cls, arguments_given
