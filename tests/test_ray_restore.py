@@ -145,3 +145,22 @@ def test_big_array(tmp_path):
     assert [row["step"] for row in said["metrics"]] == [3]
     assert said["seen"]["config"] == [0, 1, 2, 3]
     print(sizes, {name: said[name] for name in ("dry_seconds", "restore_seconds", "restore_peak")})
+
+
+@pytest.mark.long
+def test_example(tmp_path):
+    """The script that the README shows, run twice."""
+    script = Path(__file__).parent.parent / "examples" / "restore_trainer.py"
+    environment = {**os.environ, "PYTHONPATH": str(Path(fastcap.__file__).parent.parent)}
+    runs = [
+        subprocess.run(
+            [sys.executable, str(script), str(tmp_path)], capture_output=True, text=True, timeout=600, env=environment
+        )
+        for _ in range(2)
+    ]
+    assert runs[0].returncode == 1
+    assert "the cluster goes down" in runs[0].stderr
+    assert runs[1].returncode == 0, runs[1].stderr[-4000:]
+    assert "argument train_loop_config: train_loop_config['tracker'], " in runs[1].stdout
+    assert "last step: 2" in runs[1].stdout
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["exp", "exp-restored", "failed"]
