@@ -22,10 +22,11 @@ __all__ = ["Placeholder", "Unrestorable", "load", "loads"]
 
 Handles = Callable[[Unrestorable], Any]
 
+_load, _loads = pickle.load, pickle.loads
+
 
 def load(
     file: BinaryIO,
-    /,
     *,
     replace: Mapping[str, Any] | None = None,
     handles: str | Handles | None = None,
@@ -52,7 +53,7 @@ def load(
     Loading executes code that the file names: load only what you trust.
     """
     if replace is None and handles is None and missing is None:
-        return pickle.load(file, **options)
+        return _load(file, **options) if options else _load(file)
     if replace is None and handles is None:
         return _unpickler(file, missing, options).load()
     return loads(file.read(), replace=replace, handles=handles, missing=missing, **options)
@@ -69,7 +70,7 @@ def loads(
 ) -> Any:
     """`load` from bytes."""
     if replace is None and handles is None and missing is None:
-        return pickle.loads(data, **options)
+        return _loads(data, **options) if options else _loads(data)
     if replace is None and handles is None:
         return _unpickler(io.BytesIO(data), missing, options).load()
     # Loaded here, so that those who replace nothing need not wait for it.
@@ -82,11 +83,20 @@ def loads(
 def load_with_ids(file: BinaryIO, value_of: Callable[[Any], Any], missing: str | None = None, **options: Any) -> Any:
     """The object in a stream that has persistent ids in place of parts; ``value_of`` gives the value of each."""
     unpickler = _unpickler(file, missing, options)
-    unpickler.persistent_load = value_of
+    unpickler.value_of = value_of
     return unpickler.load()
+
+
+class _Unpickler(pickle.Unpickler):
+    """One that knows what persistent ids stand for."""
+
+    value_of: Callable[[Any], Any]
+
+    def persistent_load(self, pid: Any) -> Any:
+        return self.value_of(pid)
 
 
 def _unpickler(file: BinaryIO, missing: str | None, options: dict[str, Any]) -> Any:
     if missing not in (None, "placeholder"):
         raise ValueError(f"missing is None or 'placeholder', not {missing!r}")
-    return (pickle.Unpickler if missing is None else lenient_unpickler)(file, **options)
+    return (_Unpickler if missing is None else lenient_unpickler)(file, **options)

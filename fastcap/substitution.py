@@ -54,7 +54,7 @@ def substitute(
     if buffers is not None:
         options["buffers"] = [buffers[number] for number in summary.buffers]
     if found and handles == "error":
-        values.refuse_handles(written.getbuffer())
+        values.refuse_handles(written.getvalue())
     written.seek(0)
     return written, values.get
 

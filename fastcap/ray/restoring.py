@@ -559,7 +559,7 @@ class _Experiment:
                 _copy_bytes(text, done, start, file)
                 changed = io.BytesIO()
                 _rewrite(binascii.unhexlify(text[start:end]), values, changed, ())
-                file.write(binascii.hexlify(changed.getbuffer()))
+                file.write(binascii.hexlify(changed.getvalue()))
                 done = end
             _copy_bytes(text, done, len(text), file)
 
