@@ -36,8 +36,9 @@ def load(
     """The object in a pickle file, with values in the place of parts that cannot come back.
 
     ``replace`` maps paths, as `fastcap.scan` shows them, to values. What stood at a path is not executed, not even in
-    part, and whatever else refers to it gets the value too. `fastcap.EditError` names a path that is not there, and
-    those that are like it.
+    part, and whatever else refers to the same object gets the value too; strings, bytes and names of classes and
+    functions are replaced at the path alone. `fastcap.EditError` names a path that is not there, and those that are
+    like it.
 
     ``handles`` is about Ray's actor handles and object references in the stream, dead or alive, with Ray installed or
     without, except those at or below a path of ``replace``: "placeholder" makes each an `Unrestorable`, "error" raises

@@ -15,7 +15,7 @@ from fastcap._native.graph import Graph
 from fastcap.editing import Editor, Pickled
 from fastcap.errors import EditError, NotRestored
 from fastcap.explain import Call, Explainer
-from fastcap.inert import CALLS, At, Reader
+from fastcap.inert import BYTES, CALLS, EXTENSIONS, GLOBALS, OLD_TEXTS, TEXTS, At, Reader
 from fastcap.opening import scan_source
 from fastcap.paths import parse
 from fastcap.placeholders import Unrestorable
@@ -107,10 +107,15 @@ def id_opcodes(number: int) -> bytes:
     return b"J%bQ" % number.to_bytes(4, "little")
 
 
+_WITHOUT_IDENTITY: Final = (TEXTS | OLD_TEXTS | BYTES | GLOBALS | EXTENSIONS) - {"BYTEARRAY8"}
+"""Opcodes of what a pickler shares because it happens to be one object: equal strings, names of classes."""
+
+
 def replace_path(editor: Editor, path: str, opcodes: bytes) -> int | None:
     """Put what a few opcodes push in place of what is at a path, for all that refer to it; returns the node it was.
 
-    Numbers, bools and None are no nodes. `EditError` if there is nothing, with what is like it.
+    Strings, bytes and names are replaced at the path only, like numbers, bools and None, which are no nodes; then None
+    is returned. `EditError` if there is nothing, with what is like it.
     """
     try:
         parsed = parse(path)
@@ -118,10 +123,11 @@ def replace_path(editor: Editor, path: str, opcodes: bytes) -> int | None:
         raise EditError(str(error), (path,)) from None
     explainer = editor.explainer
     index = explainer.find(parsed.steps) if parsed.root == explainer.root_name else None
-    if index is None:
-        editor.replace(path, Pickled(b"\x80\x02%b." % opcodes if opcodes[:1] != b"\x80" else opcodes))
+    if index is not None:
+        index = explainer.reader.resolve(index)
+    if index is None or explainer.reader.view(index).op in _WITHOUT_IDENTITY:
+        editor.replace(path, Pickled(opcodes if opcodes[:1] == b"\x80" else b"\x80\x02%b." % opcodes))
         return None
-    index = explainer.reader.resolve(index)
     editor.replace_node(index, opcodes)
     return index
 

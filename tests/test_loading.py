@@ -114,13 +114,32 @@ def test_what_others_refer_to_stays(protocol):
     assert found == ["gone", {"ring": "gone"}]
 
 
-def test_numbers_and_the_root():
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_strings_and_names_are_replaced_in_their_place_only(protocol):
+    text, blob = "".join(("te", "xt")), bytes(bytearray(b"blob"))
+    obj = {"a": text, text: 1, "b": [text], "c": blob, "d": [blob], "e": Point, "f": Point(3)}
+    data = pickle.dumps(obj, protocol)
+    found = loads(data, replace={"obj['a']": "new", "obj['c']": None, "obj['e']": "class", "obj['f'].x": 4})
+    assert (found["a"], found["text"], found["b"]) == ("new", 1, ["text"])
+    if protocol >= 3:  # before, bytes were made by a call
+        assert (found["c"], found["d"]) == (None, [b"blob"])
+    assert (found["e"], type(found["f"]), found["f"].x) == ("class", Point, 4)
+
+
+class Point:
+    def __init__(self, x):
+        self.x = x
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_numbers_and_the_root(protocol):
     obj = {"lr": 0.1, "on": True, "none": None, "n": [1, 2, 3]}
-    found = loads(pickle.dumps(obj), replace={"obj['lr']": 0.2, "obj['on']": "off", "obj['none']": 1, "obj['n'][1]": 5})
+    data = pickle.dumps(obj, protocol)
+    found = loads(data, replace={"obj['lr']": 0.2, "obj['on']": "off", "obj['none']": 1, "obj['n'][1]": 5})
     assert found == {"lr": 0.2, "on": "off", "none": 1, "n": [1, 5, 3]}
-    assert loads(pickle.dumps([Bomb()]), replace={"obj": "all"}) == "all"
-    assert loads(pickle.dumps(Bomb()), replace={"obj": "all"}) == "all"
-    assert loads(pickle.dumps(obj), replace={}) == obj
+    for root in ([Bomb()], Bomb(), "text", 5, None):
+        assert loads(pickle.dumps(root, protocol), replace={"obj": "all"}) == "all"
+    assert loads(data, replace={}) == obj
 
 
 def test_closures_defaults_and_globals():

@@ -8,7 +8,7 @@ algorithms. A handle in any of them makes Ray's restore fail, or go on with a re
 
 Here the experiment is copied to a new directory, and what is dead is replaced in the copy's files without loading them;
 then Ray restores the copy. The same handle is usually in several files: it is known by its id, and a value given for
-one of its places is put into all of them. Facts about Ray are those of Ray 2.50 to 2.60; where another Ray differs,
+one of its places is put into all of them. Facts about Ray are those of Ray 2.60; where another one differs,
 `fastcap.errors.UnknownRay` says so.
 """
 
@@ -638,7 +638,7 @@ class _State:
             self._walk(Path("runner_data"), state["runner_data"], True)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UnknownRay(
-                f"{name} is not written as Ray 2.50 to 2.60 do it ({type(error).__name__}: {error}); the installed Ray "
+                f"{name} is not written as Ray 2.60 does it ({type(error).__name__}: {error}); the installed Ray "
                 f"is {ray.__version__}"
             ) from error
 
@@ -689,20 +689,18 @@ class _Values:
             self._take(path, value)
         for found in experiment.found():
             self._take_from_arguments(found)
-        missing: dict[tuple[str, str, bytes], _Found] = {}
+        missing: list[_Found] = []
         for found in experiment.found():
-            identity = found.handle.identity
-            if identity in self._values and identity not in missing:
+            if found.handle.identity in self._values:
                 continue
-            placeholder = self._placeholder(found)
-            if callable(handles):
-                self._values[identity] = handles(placeholder)
-                continue
-            self._values[identity] = placeholder
-            if handles == "error" and experiment.is_required(found, given) and not self._is_replaced(found):
-                missing.setdefault(identity, found)
+            same = [each for each in experiment.found() if each.handle.identity == found.handle.identity]
+            needed = [each for each in same if experiment.is_required(each, given) and not self._is_replaced(each)]
+            placeholder = self._placeholder((needed or same)[0])
+            self._values[found.handle.identity] = handles(placeholder) if callable(handles) else placeholder
+            if handles == "error" and needed:
+                missing.append(needed[0])
         if missing:
-            self._refuse(list(missing.values()))
+            self._refuse(missing)
 
     def _take(self, path: str, value: Any) -> None:
         try:
