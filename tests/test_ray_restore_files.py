@@ -71,8 +71,8 @@ def hexed(obj):
     return {"_type": "CLOUDPICKLE_FALLBACK", "value": ray.cloudpickle.dumps(obj).hex()}
 
 
-def write_experiment(folder, cls=Mine, arguments=None, config=None, status="ERROR", runner=None):
-    """The files of an experiment with one trial, as Ray 2.60 writes them."""
+def write_experiment(folder, cls=Mine, arguments=None, config=None, status="ERROR", runner=None, before=()):
+    """The files of an experiment, as Ray 2.60 writes them: one trial, and those that came before."""
     folder.mkdir()
     callbacks = [Watch(Dead(2))]
     if arguments is not None:
@@ -87,7 +87,8 @@ def write_experiment(folder, cls=Mine, arguments=None, config=None, status="ERRO
         "results": "80054e2e",
     }
     past = {"last_result": {"checkpoint_dir_name": "checkpoint_000001", "config": config or {}}}
-    document = {"trial_data": [[json.dumps(own, indent=2), json.dumps(past)]], "runner_data": runner or {}, "stats": {}}
+    trials = [*before, [json.dumps(own, indent=2), json.dumps(past)]]
+    document = {"trial_data": trials, "runner_data": runner or {}, "stats": {}}
     (folder / "experiment_state-2026-01-01_00-00-00.json").write_text(json.dumps({"older": 1}))
     (folder / "experiment_state-2026-01-02_00-00-00.json").write_text(json.dumps(document))
     for number in range(3):
@@ -158,6 +159,16 @@ def test_trials_that_have_ended_need_nothing(tmp_path):
     path = write_experiment(tmp_path / "exp", config={"h": hexed(Dead(1))}, status="TERMINATED")
     rows = {row.id[:2]: row.required for row in fastcap_ray.restore_tuner(path, dry_run=True)}
     assert rows == {"01": False, "02": True}
+
+
+def test_a_handle_of_trials_that_have_ended_and_have_not(tmp_path):
+    handle = hexed(Dead(1))
+    ended = {"trial_id": "a", "status": "TERMINATED", "relative_logdir": None, "config": {"h": handle}}
+    before = [[json.dumps(ended), json.dumps({"last_result": None})]]
+    path = write_experiment(tmp_path / "exp", config={"h": handle}, before=before)
+    with pytest.raises(NotRestored) as caught:
+        fastcap_ray.restore_tuner(path, trainable=loop, replace={"run_config.callbacks[0].handle": 2})
+    assert caught.value.paths == ("trials['80051_0'].config['h']",)
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -326,6 +337,16 @@ def test_arguments_and_parts_of_them(tmp_path):
     assert isinstance(state["handle"], fastcap.Unrestorable)
     with pytest.raises(NotRestored, match=r"restore with replace=\{\"'callback-states"):
         state["handle"].ping.remote()
+
+
+def test_an_argument_that_holds_no_handle_any_more(tmp_path):
+    path = trainer_experiment(tmp_path)
+    replace = {"run_config.callbacks[0].handle": 2}
+    trainer = fastcap_ray.restore_trainer(path, train_loop_config={"lr": 0.2}, replace=replace)
+    assert trainer._param_dict["train_loop_config"] == {"lr": 0.2}
+    past = json.loads((tmp_path / "exp-restored" / "experiment_state-2026-01-02_00-00-00.json").read_text())
+    config = json.loads(past["trial_data"][0][0])["config"]["train_loop_config"]
+    assert isinstance(pickle.loads(bytes.fromhex(config["h"]["value"])), fastcap.Unrestorable)
 
 
 def test_handles_from_a_function(tmp_path):
