@@ -5,7 +5,16 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from fastcap.errors import EditError, FastcapError, NotPicklable, NotRestored, PayloadError, PayloadTooLarge
+from fastcap.errors import (
+    DamagedSave,
+    EditError,
+    FastcapError,
+    NotPicklable,
+    NotRestored,
+    PayloadError,
+    PayloadTooLarge,
+    SaveError,
+)
 
 if TYPE_CHECKING:
     from fastcap.analysis import analyze, diff, scan
@@ -22,10 +31,12 @@ if TYPE_CHECKING:
         installed,
         uninstall,
     )
+    from fastcap.saving import restore, save
 
 __version__ = "0.1.0"
 __all__ = [
     "CloudPickler",
+    "DamagedSave",
     "EditError",
     "FastcapError",
     "NativeMixin",
@@ -35,6 +46,7 @@ __all__ = [
     "PayloadTooLarge",
     "Pickler",
     "Placeholder",
+    "SaveError",
     "Unrestorable",
     "__version__",
     "analyze",
@@ -47,6 +59,8 @@ __all__ = [
     "installed",
     "load",
     "loads",
+    "restore",
+    "save",
     "scan",
     "uninstall",
 ]
@@ -62,6 +76,8 @@ _LAZY = {
     "edit": "editing",
     "load": "loading",
     "loads": "loading",
+    "restore": "saving",
+    "save": "saving",
     "scan": "analysis",
 }
 

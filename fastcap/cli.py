@@ -270,6 +270,39 @@ def diff(
 
 
 @cli.command()
+@click.argument("url", metavar="FOLDER")
+@click.option("--drop", multiple=True, metavar="NAME", help="Remove this save first. May be given several times.")
+@click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
+@click.option(
+    "--wait", type=click.FloatRange(min=0), default=0.0, metavar="SECONDS",
+    help="How long to wait for saves that are being written.",
+)
+def gc(url: str, drop: tuple[str, ...], dry_run: bool, wait: float) -> int:
+    """Remove the parts in a FOLDER of fastcap.save that no save needs.
+
+    FOLDER is a path, or a URL that fsspec knows. Nothing is removed while somebody saves there.
+    """
+    from fastcap.saving import gc as remove_parts
+
+    with _one_line_errors(False):
+        _check_output(None)
+        try:
+            report = remove_parts(url, drop=drop, dry_run=dry_run, wait=wait)
+        except (FastcapError, ValueError, OSError) as error:
+            raise _Failure(str(error)) from error
+        done = "would remove" if dry_run else "removed"
+        _write_stdout(
+            f"{done} {_files(report.removed_count, report.removed_size)}, "
+            f"kept {_files(report.kept_count, report.kept_size)}\n"
+        )
+    return FINE
+
+
+def _files(count: int, size: int) -> str:
+    return f"{count:,} file{'' if count == 1 else 's'} ({format_size(size)})"
+
+
+@cli.command()
 @click.argument("file_text", metavar="FILE")
 @click.option("--output", "-o", metavar="OUT", help="Write the edited pickle there; - for standard output.")
 @click.option("--in-place", is_flag=True, help="Put the edited pickle in the place of FILE.")

@@ -35,7 +35,7 @@ import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from itertools import islice
 from typing import Any, BinaryIO, Final, Literal, NamedTuple, overload
@@ -163,13 +163,6 @@ class _Found(NamedTuple):
     object_tuple: bool  # the node is a tuple that is an object of its own
 
 
-@dataclass(slots=True)
-class _Edits:
-    """What is done to the slots of one node: slot number -> piece, or -1 where it is left out."""
-
-    slots: dict[int, int] = field(default_factory=dict)
-
-
 class Editor:
     """Edits of one pickle: `drop` and `replace` say what, `write` does it.
 
@@ -201,7 +194,7 @@ class Editor:
         self._reader = _SlotReader(self.graph, self._program)
         self.explainer.reader = self._reader
         self._buffer_sizes = list(tables.buffer_sizes)
-        self._edits: dict[int, _Edits] = {}
+        self._edits: dict[int, dict[int, int]] = {}  # node -> slot of it -> piece, or -1 where it is left out
         self._nodes: dict[int, int] = {}  # node -> piece in its place, wherever it is referred to
         self._pieces: list[bytes | Program] = []
         self._sources: list[_Stored | None] = []  # of the pieces
@@ -328,6 +321,8 @@ class Editor:
         above = self.explainer.find(parsed.steps[:depth])
         there, step = Path(parsed.root, parsed.steps[:depth]), str(parsed.steps[depth])
         known = [] if above is None else [str(place.step) for place in islice(self._slots_below(above), _CANDIDATES)]
+        if step in known:
+            return f"{there}{step} has no parts"
         close = get_close_matches(step, dict.fromkeys(known), n=3)
         hint = f": did you mean {' or '.join(close)}?" if close else "" if known else ": it has no parts with a path"
         return f"{there} has no {step}{hint}"
@@ -367,28 +362,27 @@ class Editor:
         if slot.role in (ITEM, PAIR, STATE):
             return "dropped", -1
         if slot.role == OPERAND:
-            opcode = self._reader.slots(place.parent).consumer(slot.consumer)[4]
-            if bytes((opcode,)) in b"ld\x91" or (place.object_tuple and bytes((opcode,)) in b"t\x85\x86\x87"):
+            opcode = self._consumer(place)[4]
+            if opcode in b"ld\x91" or (place.object_tuple and opcode in b"t\x85\x86\x87"):
                 return "dropped", -1
-            if bytes((opcode,)) in b"t\x85\x86\x87io":
+            if opcode in b"t\x85\x86\x87io":
                 return "set to None", self._add_opcodes(NONE)
         raise EditError(f"{path} cannot be dropped: what it belongs to is not made without it", (path,))
 
     def _enter(self, place: _Found, piece: int) -> None:
-        edits = self._edits.setdefault(place.parent, _Edits())
-        edits.slots[place.number] = piece
-        if piece < 0 and (place.slot.role == PAIR or self._consumer_op(place) == b"d"):
-            edits.slots[place.number ^ 1 if self._pairs_begin_even(place) else self._other(place)] = piece
+        """What is left out stays so, whatever is to take its place."""
+        slots = self._edits.setdefault(place.parent, {})
+        if slots.get(place.number, 0) >= 0:
+            slots[place.number] = piece
+        if piece < 0 and (place.slot.role == PAIR or self._consumer(place)[4] == b"d"[0]):
+            slots[self._other(place)] = piece
 
-    def _consumer_op(self, place: _Found) -> bytes:
-        return bytes((self._reader.slots(place.parent).consumer(place.slot.consumer)[4],))
-
-    def _pairs_begin_even(self, place: _Found) -> bool:
-        return self._reader.slots(place.parent).consumer(place.slot.consumer)[2] % 2 == 0
+    def _consumer(self, place: _Found) -> tuple[int, int, int, int, int]:
+        return self._reader.slots(place.parent).consumer(place.slot.consumer)
 
     def _other(self, place: _Found) -> int:
         """The slot of the key that belongs to a value, or the other way round."""
-        first = self._reader.slots(place.parent).consumer(place.slot.consumer)[2]
+        first = self._consumer(place)[2]
         return first + ((place.number - first) ^ 1)
 
     def _note(self, path: str, found: list[_Found], action: Literal["dropped", "set to None", "replaced"]) -> None:
@@ -547,10 +541,10 @@ class Editor:
         for parent, edits in self._edits.items():
             yield from self._cuts_in(parent, edits)
 
-    def _cuts_in(self, parent: int, edits: _Edits) -> Iterator[tuple[int, int, int, int]]:
+    def _cuts_in(self, parent: int, edits: dict[int, int]) -> Iterator[tuple[int, int, int, int]]:
         slots = self._reader.slots(parent)
         dropped: dict[int, int] = {}  # consumer -> slots of it that are left out
-        for number, piece in edits.slots.items():
+        for number, piece in edits.items():
             slot = _Slot(*slots.slot(number))
             yield slot.start, slot.end, piece, -1
             if piece < 0:
@@ -559,7 +553,7 @@ class Editor:
             mark, at, _, count, opcode = slots.consumer(consumer)
             if opcode in _TUPLES:
                 yield at, at + 1, self._add_opcodes(_SHORTER[count - gone]), -1
-            elif gone == count and bytes((opcode,)) in b"abseu\x90":  # nothing is left to append, build or set
+            elif gone == count and opcode in b"abseu\x90":  # nothing is left to append, build or set
                 yield at, at + 1, -1, -1
                 if mark >= 0:
                     yield mark, mark + 1, -1, -1

@@ -89,6 +89,14 @@ class NotPicklable(FastcapError, TypeError):
         return type(self), (str(self), self.findings)
 
 
+class SaveError(FastcapError, OSError):
+    """A save could not be written, found or cleaned up; the message says where, and what to do. `fastcap.save`."""
+
+
+class DamagedSave(FastcapError, ValueError):
+    """A save is there, but not what was written; the message names the part. `fastcap.restore`."""
+
+
 class UnknownRay(FastcapError, RuntimeError):
     """The installed Ray is not built as `fastcap.ray` expects; the message names its version and the place.
 

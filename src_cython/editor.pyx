@@ -1021,5 +1021,5 @@ cdef class Rewriter:
 
 
 def cut_order(cut):
-    """Cuts by start, the outer ones first."""
-    return cut[0], -cut[1]
+    """Cuts by start, the outer ones first; of two that cut the same, the one that is about this place only."""
+    return cut[0], -cut[1], cut[3] != -1

@@ -15,7 +15,7 @@ PACKAGE = Path(fastcap.__file__).parent
 FLOORS = [
     {"errors"},
     {"_native", "report", "paths", "placeholders", "rules"},
-    {"render", "comparison", "pickling", "stores", "inert", "limits"},
+    {"render", "comparison", "pickling", "stores", "inert", "limits", "folders"},
     {"explain", "config", "external", "render.layout"},
     {"scene", "opening", "render.text", "render.diff", "render.folded", "render.html"},
     {"portability", "fidelity", "waste"},
@@ -25,6 +25,7 @@ FLOORS = [
     {"checking", "editing"},
     {"targets", "record", "substitution"},
     {"loading"},
+    {"saving"},
     {"ray"},
     {"cli", "pytest_plugin"},
     {"__main__"},
@@ -37,12 +38,14 @@ RESERVED = {
     "click": {"cli"},
     "rich": {"cli", "render.layout"},
     "pytest": {"pytest_plugin"},
+    "fsspec": {"folders"},
     "pickle": {"pickling", "editing", "analysis", "slimming", "loading", "placeholders"},
 }
 
 # Who may use the native core; what only shows reports must work without it.
 NATIVE_USERS = {
-    "pickling", "analysis", "explain", "inert", "external", "opening", "editing", "record", "slimming", "substitution",
+    "pickling", "analysis", "explain", "inert", "external", "opening", "editing", "record", "saving", "slimming",
+    "substitution",
 }
 
 

@@ -303,3 +303,16 @@ def test_missing_file(tmp_path):
 def test_tables_come_with_the_notes():
     tables, notes = scan_source(DATA)
     assert (tables.stream_size, notes) == (len(DATA), ())
+
+
+def test_bytes_behind_a_pickle_count_as_such():
+    stream = pickle.dumps({"a": [1, 2, 3]})
+    for tail in (b"garbage", b"\0" * 10_000):
+        report = scan(stream + tail)
+        types = {row.type: (row.count, row.size) for row in report.types}
+        assert types["raw bytes"] == (1, len(tail))
+        assert "file" not in types or types["file"] == (1, 0)
+        assert sum(row.size for row in report.types) + report.overhead == report.payload_size
+    two = {row.type: (row.count, row.size) for row in scan(stream + stream).types}
+    assert "raw bytes" not in two
+    assert two["file"][0] == 1
