@@ -49,6 +49,6 @@ def restore():
 
 
 if __name__ == "__main__":
-    ray.init(num_cpus=2, include_dashboard=False)
+    ray.init("local", num_cpus=2, include_dashboard=False)
     trainer = restore() if os.path.exists(f"{STORAGE}/exp") else make()
     print("last step:", trainer.fit().metrics["step"])

@@ -259,7 +259,12 @@ def main():
     action, folder, cases = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
     began = time.perf_counter()
     ray.init(
-        num_cpus=2, object_store_memory=200_000_000, include_dashboard=False, log_to_driver=False, logging_level="ERROR"
+        "local",
+        num_cpus=2,
+        object_store_memory=200_000_000,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
     )
     said = {}
     for case in cases:

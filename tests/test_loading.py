@@ -12,10 +12,14 @@ import types
 
 import cloudpickle
 import pytest
+import strategies
+from hypothesis import given
+from hypothesis import strategies as st
 
 import fastcap
 from fastcap import NotRestored, Placeholder, Unrestorable, load, loads
 from fastcap.errors import EditError
+from fastcap.paths import parse
 
 PROTOCOLS = range(pickle.HIGHEST_PROTOCOL + 1)
 
@@ -307,7 +311,7 @@ import ray, sys
 @ray.remote(num_cpus=0)
 class Tracker:
     def ping(self): return 1
-ray.init(num_cpus=1, include_dashboard=False, logging_level="ERROR", log_to_driver=False, object_store_memory=10**8)
+ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=10**8)
 actor, ref = Tracker.options(name="boss").remote(), ray.put([1])
 data = ray.cloudpickle.dumps({"tracker": actor, "data": ref, "again": [actor, ref], "method": actor.ping})
 print(data.hex(), actor._actor_id.hex(), ref.hex())
@@ -513,6 +517,29 @@ def test_replace_and_handles_and_placeholders_together(gone):
     found = loads(data, missing="placeholder", replace={"obj['plain']": "mine"}, handles="error")
     assert found["plain"] == "mine"
     assert isinstance(found["color"], Placeholder)
+
+
+@given(strategies.objects(), st.sampled_from(range(2, 6)))
+def test_what_can_be_imported_is_loaded_as_ever(made, protocol):
+    try:
+        data = cloudpickle.dumps(made, protocol)
+    except Exception:
+        return
+    assert strategies.difference(pickle.loads(data), loads(data, missing="placeholder")) is None
+
+
+@given(strategies.nested_builtins(), st.sampled_from(PROTOCOLS), st.randoms(use_true_random=False))
+def test_a_value_is_where_its_path_says(made, protocol, dice):
+    data = pickle.dumps(made, protocol)
+    rows = [row.path for row in fastcap.scan(data).nodes if row.type not in ("more", "str", "bytes")]
+    path = dice.choice(rows)
+    value = object()
+    found = loads(data, replace={path: value})
+    for step in parse(path).steps:
+        if step.kind != "item":  # a member of a set, an object that is a key
+            return
+        found = found[step.value]
+    assert found is value
 
 
 def test_other_errors_are_not_hidden():
