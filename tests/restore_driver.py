@@ -68,7 +68,9 @@ def run_steps(handles, config, report, checkpoint):
             with open(os.path.join(folder, "step.json"), "w") as file:
                 json.dump({"step": step}, file)
             report({"step": step, "started": start}, checkpoint=Checkpoint.from_directory(folder))
-        if step == 1 and checkpoint is None:
+        if step == 1 and checkpoint is None and not os.path.exists(config.get("once", "")):
+            if "once" in config:
+                open(config["once"], "w").close()
             raise RuntimeError("the cluster goes down")
 
 
@@ -161,12 +163,17 @@ def arguments(case, handles):
     if at["class"] is not None:
         callbacks.append(ClassWatch())
     space = {"lr": tune.grid_search([0.1])}
+    if "trials" in case:
+        space = {"lr": tune.grid_search([0.1 * k for k in range(case["trials"])]), "once": case["once"]}
     if at["config"] is not None:
         space["handle"] = at["config"]
     stop = make_stop(at["closure"]) if at["closure"] is not None else None
     return {
         "trainable": make_trainable(None), "param_space": space,
-        "run_config": tune.RunConfig(callbacks=callbacks, stop=stop),
+        "run_config": tune.RunConfig(
+            callbacks=callbacks, stop=stop, failure_config=tune.FailureConfig(fail_fast="trials" in case)
+        ),
+        "tune_config": tune.TuneConfig(max_concurrent_trials=1),
     }  # fmt: skip
 
 

@@ -130,6 +130,17 @@ def test_each_place(tmp_path, which, handle):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("by", ["argument", "path"])
+def test_trials_that_have_not_begun(tmp_path, by):
+    """A Tuner with several trials, of which the first one has failed and the others wait."""
+    each = case("many", "tuner", ("config",), ("actor",), by=by, trials=3, once=str(tmp_path / "once"))
+    said = run_cases(tmp_path, [each])["many"]
+    assert not said["error"]
+    assert sorted((row["step"], row["started"]) for row in said["metrics"]) == [(3, 0), (3, 0), (3, 2)]
+    assert said["seen"]["config"].count(3) == 3
+
+
+@pytest.mark.long
 def test_big_array(tmp_path):
     """An array of 160 MiB next to a handle, which Ray writes into four files."""
     big = case(

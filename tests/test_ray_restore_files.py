@@ -77,7 +77,7 @@ def write_experiment(folder, cls=Mine, arguments=None, config=None, status="ERRO
     callbacks = [Watch(Dead(2))]
     if arguments is not None:
         (folder / "trainer.pkl").write_bytes(ray.cloudpickle.dumps((cls, arguments)))
-    state = {"_run_config": RunConfig(name=folder.name, callbacks=callbacks), "_tune_config": None, "_tuner_kwargs": {}}
+    state = {"_run_config": RunConfig(name=folder.name, callbacks=callbacks), "_tune_config": [], "_tuner_kwargs": {}}
     (folder / "tuner.pkl").write_bytes(ray.cloudpickle.dumps(state))
     own = {
         "trial_id": "80051_0",
@@ -233,6 +233,9 @@ def test_what_is_no_experiment(tmp_path):
     (path / "trainer.pkl").write_bytes(pickle.dumps({"cls": 1}))
     with pytest.raises(UnknownRay, match=f"Ray {ray.__version__} is not as fastcap.ray knows it: trainer.pkl"):
         fastcap_ray.restore_trainer(path, replace={"run_config.callbacks[0].handle": 1}, into=tmp_path / "new")
+    (path / "tuner.pkl").write_bytes(pickle.dumps({"run_config": [1]}))
+    with pytest.raises(UnknownRay, match=r"knows it: tuner.pkl has no \['_run_config'\]"):
+        fastcap_ray.restore_tuner(path, dry_run=True)
 
 
 def test_train_v2_is_refused(tmp_path, monkeypatch):

@@ -354,6 +354,8 @@ class _Experiment:
 
     def _in_pickle(self, name: str) -> Iterator[_Found]:
         with Editor(self.source(name)) as editor:
+            for steps in _CONFIGS if name == _TUNER else ():
+                _require(editor.explainer.find(steps) is not None, f"{name} has no {steps[0]}")
             for handle in find_handles(editor.explainer):
                 paths = (handle.path, *editor.explainer.holders(handle.node, limit=1000, inherited=True))
                 labels = tuple(dict.fromkeys(self._label(name, path) for path in paths))
