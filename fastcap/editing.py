@@ -35,7 +35,7 @@ import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from itertools import islice
 from typing import Any, BinaryIO, Final, Literal, NamedTuple, overload
@@ -44,7 +44,7 @@ from fastcap._native.editor import ATOM, CHILD, Program, Rewriter, Slots
 from fastcap._native.graph import ITEM, OPERAND, PAIR, STATE, Edge, Graph, NodeView
 from fastcap.errors import EditError, PayloadError
 from fastcap.explain import Explainer, Glue, Part, Place
-from fastcap.inert import CALLS, LAYOUT, UNREAD, At, Reader
+from fastcap.inert import CALLS, LAYOUT, LISTS, UNREAD, At, Reader
 from fastcap.opening import BLOCK, Progress, Source, plain_blocks, scan_source
 from fastcap.paths import Path, Step, parse
 from fastcap.pickling import dumps
@@ -55,6 +55,7 @@ NONE: Final = b"N"
 _IN_MEMORY = 16 << 20  # bytes of a source that cannot be read twice that are kept in memory
 _READ_AHEAD = 1 << 18  # bytes read at least where short arguments are copied
 _CACHED_SLOTS = 64
+_MANY_SLOTS = 256  # values of one node from which on a look-up does not go through all of them
 _CANDIDATES = 1000  # parts that are looked at to guess which one was meant
 _TUPLES: Final = {b"\x85"[0]: 1, b"\x86"[0]: 2, b"\x87"[0]: 3}
 _SHORTER: Final = (b")", b"\x85", b"\x86", b"\x87")
@@ -127,6 +128,23 @@ class _SlotReader(Reader):
             del self._slots[next(iter(self._slots))]
         return found
 
+    def slots_for(self, index: int, position: Step | None, key: Step | None) -> Iterator[tuple[int, _Slot]]:
+        """The slots of a node with their numbers, all those that may lie behind a step among them.
+
+        Of a list that is an object itself, ``position`` leads to one slot; of many dict entries, ``key`` to a few.
+        """
+        slots = self.slots(index)
+        numbers: Iterable[int] = range(len(slots))
+        if len(slots) > _MANY_SLOTS:
+            value = None if position is None or position.kind != "item" else position.value
+            if type(value) is int and self.view(index).op in LISTS:
+                numbers = [number for role in (ITEM, OPERAND) if (number := slots.at(role, value)) >= 0]
+            elif key is not None and key.kind != "key" and type(key.value) in (str, int):
+                text = str(key.value).encode("utf-8", "surrogatepass")
+                numbers = slots.candidates(text, key.value if type(key.value) is int else None)
+        for number in numbers:
+            yield number, _Slot(*slots.slot(number))
+
     def show_atom(self, parent: int, slot: _Slot) -> int:
         """The number behind those of all nodes, under which the atom can be viewed until the next one is shown."""
         index = len(self.graph)
@@ -163,13 +181,6 @@ class _Found(NamedTuple):
     object_tuple: bool  # the node is a tuple that is an object of its own
 
 
-@dataclass(slots=True)
-class _Edits:
-    """What is done to the slots of one node: slot number -> piece, or -1 where it is left out."""
-
-    slots: dict[int, int] = field(default_factory=dict)
-
-
 class Editor:
     """Edits of one pickle: `drop` and `replace` say what, `write` does it.
 
@@ -201,7 +212,7 @@ class Editor:
         self._reader = _SlotReader(self.graph, self._program)
         self.explainer.reader = self._reader
         self._buffer_sizes = list(tables.buffer_sizes)
-        self._edits: dict[int, _Edits] = {}
+        self._edits: dict[int, dict[int, int]] = {}  # node -> slot of it -> piece, or -1 where it is left out
         self._nodes: dict[int, int] = {}  # node -> piece in its place, wherever it is referred to
         self._pieces: list[bytes | Program] = []
         self._sources: list[_Stored | None] = []  # of the pieces
@@ -293,12 +304,10 @@ class Editor:
 
     def below(self, path: str) -> list[str]:
         """The paths of everything directly below what is at a path, numbers and the like too."""
-        parsed = self._parse(path)
-        index = self.explainer.find(parsed.steps)
+        self._find(path)
+        index = self._node_at(parse(path).steps)
         if index is None:
-            if parsed.steps and self._find(path):
-                return []  # an atom
-            raise EditError(f"{path} is not in the pickle: {self._explain_missing(parsed)}", (path,))
+            return []  # an atom
         return list(dict.fromkeys(f"{path}{place.step}" for place in self._slots_below(index)))
 
     # --- places ------------------------------------------------------------------------------------------------------
@@ -308,8 +317,7 @@ class Editor:
         parsed = self._parse(path)
         if not parsed.steps:
             return []
-        above = self.explainer.find(parsed.steps[:-1])
-        found = [] if above is None else self._places(above, str(parsed.steps[-1]))
+        found = self._places(0, parsed.steps)
         if not found:
             raise EditError(f"{path} is not in the pickle: {self._explain_missing(parsed)}", (path,))
         return found
@@ -322,21 +330,48 @@ class Editor:
 
     def _explain_missing(self, parsed: Path) -> str:
         """Which step leads nowhere, and which ones would not."""
-        depth = 0
-        while depth < len(parsed.steps) - 1 and self.explainer.find(parsed.steps[: depth + 1]) is not None:
+        depth = 1
+        while self._places(0, parsed.steps[:depth]):
             depth += 1
-        above = self.explainer.find(parsed.steps[:depth])
-        there, step = Path(parsed.root, parsed.steps[:depth]), str(parsed.steps[depth])
+        there, step = Path(parsed.root, parsed.steps[: depth - 1]), str(parsed.steps[depth - 1])
+        above = self._node_at(parsed.steps[: depth - 1])
         known = [] if above is None else [str(place.step) for place in islice(self._slots_below(above), _CANDIDATES)]
         close = get_close_matches(step, dict.fromkeys(known), n=3)
-        hint = f": did you mean {' or '.join(close)}?" if close else "" if known else ": it has no parts with a path"
-        return f"{there} has no {step}{hint}"
+        if not known:
+            return f"{there} has no parts"
+        return f"{there} has no {step}" + (f": did you mean {' or '.join(close)}?" if close else "")
 
-    def _places(self, above: int, wanted: str) -> list[_Found]:
-        return [place for place in self._slots_below(above) if str(place.step) == wanted]
+    def _node_at(self, steps: tuple[Step, ...]) -> int | None:
+        """The object at a path; None if there is nothing, or an atom."""
+        if not steps:
+            return 0
+        return next((place.slot.target for place in self._places(0, steps) if place.slot.kind != ATOM), None)
 
-    def _slots_below(self, above: int) -> Iterator[_Found]:
-        """Everything directly below an object, or below what it is a reference to."""
+    def _places(self, above: int, steps: tuple[Step, ...]) -> list[_Found]:
+        """The places that some steps lead to; several, where a stream sets the last one twice."""
+        ways: list[Iterator[_Found]] = []
+        found: list[_Found] = []
+        tried = set()
+        while True:
+            depth = len(ways)
+            if depth == len(steps) - 1:
+                wanted = str(steps[-1])
+                found = [place for place in self._slots_below(above, steps[-1]) if str(place.step) == wanted]
+            elif (depth, above) not in tried:
+                tried.add((depth, above))
+                ways.append(self._slots_below(above, steps[depth]))
+            while ways and not found:
+                wanted = str(steps[len(ways) - 1])
+                place = next((p for p in ways[-1] if str(p.step) == wanted and p.slot.kind != ATOM), None)
+                if place is not None:
+                    above = place.slot.target
+                    break
+                ways.pop()
+            if found or not ways:
+                return found
+
+    def _slots_below(self, above: int, wanted: Step | None = None) -> Iterator[_Found]:
+        """Everything directly below an object, or below what it is a reference to; a step may narrow it down."""
         for start in dict.fromkeys((above, self._reader.resolve(above))):
             place = self.explainer.place(start)
             if place is None:
@@ -345,9 +380,7 @@ class Editor:
             open_nodes = [(start, place)]
             while open_nodes:
                 index, here = open_nodes.pop()
-                slots = self._reader.slots(index)
-                for number in range(len(slots)):
-                    slot = _Slot(*slots.slot(number))
+                for number, slot in self._reader.slots_for(index, wanted if index == start else None, wanted):
                     target = self._reader.show_atom(index, slot) if slot.kind == ATOM else slot.target
                     edge = Edge(slot.role, slot.position, target, slot.kind not in (ATOM, CHILD))
                     shape = self.explainer.shape(here, index, edge)
@@ -367,28 +400,27 @@ class Editor:
         if slot.role in (ITEM, PAIR, STATE):
             return "dropped", -1
         if slot.role == OPERAND:
-            opcode = self._reader.slots(place.parent).consumer(slot.consumer)[4]
-            if bytes((opcode,)) in b"ld\x91" or (place.object_tuple and bytes((opcode,)) in b"t\x85\x86\x87"):
+            opcode = self._consumer(place)[4]
+            if opcode in b"ld\x91" or (place.object_tuple and opcode in b"t\x85\x86\x87"):
                 return "dropped", -1
-            if bytes((opcode,)) in b"t\x85\x86\x87io":
+            if opcode in b"t\x85\x86\x87io":
                 return "set to None", self._add_opcodes(NONE)
         raise EditError(f"{path} cannot be dropped: what it belongs to is not made without it", (path,))
 
     def _enter(self, place: _Found, piece: int) -> None:
-        edits = self._edits.setdefault(place.parent, _Edits())
-        edits.slots[place.number] = piece
-        if piece < 0 and (place.slot.role == PAIR or self._consumer_op(place) == b"d"):
-            edits.slots[place.number ^ 1 if self._pairs_begin_even(place) else self._other(place)] = piece
+        """What is left out stays so, whatever is to take its place."""
+        slots = self._edits.setdefault(place.parent, {})
+        if slots.get(place.number, 0) >= 0:
+            slots[place.number] = piece
+        if piece < 0 and (place.slot.role == PAIR or self._consumer(place)[4] == b"d"[0]):
+            slots[self._other(place)] = piece
 
-    def _consumer_op(self, place: _Found) -> bytes:
-        return bytes((self._reader.slots(place.parent).consumer(place.slot.consumer)[4],))
-
-    def _pairs_begin_even(self, place: _Found) -> bool:
-        return self._reader.slots(place.parent).consumer(place.slot.consumer)[2] % 2 == 0
+    def _consumer(self, place: _Found) -> tuple[int, int, int, int, int]:
+        return self._reader.slots(place.parent).consumer(place.slot.consumer)
 
     def _other(self, place: _Found) -> int:
         """The slot of the key that belongs to a value, or the other way round."""
-        first = self._reader.slots(place.parent).consumer(place.slot.consumer)[2]
+        first = self._consumer(place)[2]
         return first + ((place.number - first) ^ 1)
 
     def _note(self, path: str, found: list[_Found], action: Literal["dropped", "set to None", "replaced"]) -> None:
@@ -547,10 +579,10 @@ class Editor:
         for parent, edits in self._edits.items():
             yield from self._cuts_in(parent, edits)
 
-    def _cuts_in(self, parent: int, edits: _Edits) -> Iterator[tuple[int, int, int, int]]:
+    def _cuts_in(self, parent: int, edits: dict[int, int]) -> Iterator[tuple[int, int, int, int]]:
         slots = self._reader.slots(parent)
         dropped: dict[int, int] = {}  # consumer -> slots of it that are left out
-        for number, piece in edits.slots.items():
+        for number, piece in edits.items():
             slot = _Slot(*slots.slot(number))
             yield slot.start, slot.end, piece, -1
             if piece < 0:
@@ -559,7 +591,7 @@ class Editor:
             mark, at, _, count, opcode = slots.consumer(consumer)
             if opcode in _TUPLES:
                 yield at, at + 1, self._add_opcodes(_SHORTER[count - gone]), -1
-            elif gone == count and bytes((opcode,)) in b"abseu\x90":  # nothing is left to append, build or set
+            elif gone == count and opcode in b"abseu\x90":  # nothing is left to append, build or set
                 yield at, at + 1, -1, -1
                 if mark >= 0:
                     yield mark, mark + 1, -1, -1

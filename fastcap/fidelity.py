@@ -25,6 +25,8 @@ from fastcap.scene import Scene, ancestors, is_a, is_plain_tensor, names_of, nam
 def check_classes(scene: Scene) -> Iterator[Finding]:
     """FC210: classes that cannot be built again."""
     for index in scene.calls(("cloudpickle:_make_skeleton_class", "cloudpickle:_make_skeleton_enum").__contains__):
+        if scene.has_enough("FC210"):
+            return
         obj = scene.object(index)
         reason = _of_class(obj) if is_a(obj, type) else _of_class_in_stream(scene, index)
         if reason is not None:
@@ -239,12 +241,13 @@ def check_submodules(scene: Scene) -> Iterator[Finding]:
     if scene.live is None:
         return
     seen: set[str] = set()
+    known_codes: set[int] = set()
     submodules = cache(_submodules)
-    for index in scene.calls(lambda name: name == "cloudpickle:_make_function"):
-        function = scene.object(index)
-        if not is_a(function, FunctionType):
-            continue
+    for index, function in scene.functions:
         code = function.__code__
+        if id(code) in known_codes:
+            continue
+        known_codes.add(id(code))
         nested = _names_of_nested(code) - set(code.co_names)
         if not nested and "getattr" not in code.co_names:
             continue
@@ -358,17 +361,15 @@ def check_variables(scene: Scene) -> Iterator[Finding]:
     if scene.live is None:
         return
     cells: dict[int, list[tuple[int, FunctionType, str]]] = {}
-    for index in scene.calls(lambda name: name == "cloudpickle:_make_function"):
-        function = scene.object(index)
-        if not is_a(function, FunctionType):
-            continue
+    for index, function in scene.functions:
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
             if name != "__class__":
                 cells.setdefault(id(cell), []).append((index, function, name))
     for sharing in cells.values():
         if len(sharing) < 2:
             continue
-        writer = next((each for each in sharing if _writes(each[1].__code__, each[2])), None)
+        codes = {id(each[1].__code__): each for each in sharing}  # closures of one function have one code
+        writer = next((each for each in codes.values() if _writes(each[1].__code__, each[2])), None)
         if writer is None:
             continue
         index, function, name = writer
@@ -390,8 +391,10 @@ def _split_modules(scene: Scene) -> Iterator[Finding]:
         for name, function in list(space.items()):
             if not is_a(function, FunctionType) or function.__globals__ is not space:
                 continue
+            if _STORE_GLOBAL not in function.__code__.co_code[::2]:
+                continue
             written = next(
-                (each.argval for each in dis.get_instructions(function.__code__) if each.opname == "STORE_GLOBAL"), None
+                (each.argval for each in dis.get_instructions(function.__code__) if each.opcode == _STORE_GLOBAL), None
             )
             if written is not None:
                 message = (
@@ -404,5 +407,11 @@ def _split_modules(scene: Scene) -> Iterator[Finding]:
 
 
 def _writes(code: CodeType, variable: str) -> bool:
-    stores = ("STORE_DEREF", "DELETE_DEREF")
-    return any(each.argval == variable and each.opname in stores for each in dis.get_instructions(code))
+    # Opcodes have every other byte. Most code does not write any free variable, and dis takes its time.
+    if _STORES.isdisjoint(code.co_code[::2]):
+        return False
+    return any(each.argval == variable and each.opcode in _STORES for each in dis.get_instructions(code))
+
+
+_STORE_GLOBAL: Final = dis.opmap["STORE_GLOBAL"]
+_STORES: Final = frozenset({dis.opmap["STORE_DEREF"], dis.opmap["DELETE_DEREF"]})

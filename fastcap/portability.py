@@ -35,6 +35,8 @@ def check_handles(scene: Scene) -> Iterator[Finding]:
         kind = scene.x.subject(index).type
         if kind not in ("ActorHandle", "ObjectRef") or scene.head(index) != index:
             continue
+        if scene.is_one_more("FC201" if kind == "ActorHandle" else "FC202"):
+            continue
         origin = scene.x.origin(index)
         where = captured_by(scene, index, origin)
         own = _variable(scene, index)
@@ -206,6 +208,8 @@ def check_local_paths(scene: Scene) -> Iterator[Finding]:
     for index in scene.calls(("pathlib.PosixPath", "pathlib.WindowsPath", "pathlib._local.PosixPath").__contains__):
         first = Call(scene.x, index).text(0)
         if first is not None and (first.startswith("/") or first[1:3] in (":\\", ":/")) and scene.head(index) == index:
+            if scene.has_enough("FC209"):
+                return
             own, path = scene.expression(index), _relative(Call(scene.x, index), first)
             instead = f"{own} = pathlib.Path({path!r})  # relative to the job's working directory"
             yield scene.finding("FC209", index, f"{scene.x.subject(index).what} is a path of this machine", instead)
@@ -285,6 +289,8 @@ def check_process_bound(scene: Scene) -> Iterator[Finding]:
             if any(path.startswith(known) for known in found):
                 continue
             found.append(path)
+            if scene.is_one_more("FC214"):
+                continue
             message = what + captured_by(scene, index, scene.x.origin(index))
             replacement = instead.replace("{}", scene.expression(index))
             yield scene.finding("FC214", index, message, replacement, severity=severity)

@@ -11,7 +11,7 @@ import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any, Final
 
 from fastcap.explain import UNPICKLABLE, Call, Explainer, Failure, Origin, canonical
@@ -21,6 +21,9 @@ from fastcap.rules import RULES
 
 MIN_SIZE = 1 << 20
 """Waste of less than this many bytes is not reported unless asked for."""
+
+PER_RULE = 50
+"""Findings of one code that are reported; there are as many as a reader can bear."""
 
 NODES = 4000
 """Nodes that one check looks at."""
@@ -52,6 +55,8 @@ class Scene:
     read: Callable[[int, int], bytes | memoryview | None] | None = None  # stream bytes [start, end), where at hand
     min_size: int = MIN_SIZE  # waste of fewer bytes is not reported
     taken: set[str] = field(default_factory=set)  # paths that a more telling check has dealt with
+    found: dict[str, int] = field(default_factory=dict)  # code -> findings that have been made
+    more: dict[str, int] = field(default_factory=dict)  # code -> findings that would have been made beyond; 0: unknown
 
     def path(self, index: int) -> str:
         """The path of the object that a node is or belongs to.
@@ -74,6 +79,20 @@ class Scene:
             path = self.x.path(link) if link is not None and self.x.reader.resolve(link) in (index, head) else None
             if path is not None:
                 yield path
+
+    def has_enough(self, code: str) -> bool:
+        """Whether there are as many findings of one code as are reported: what looks for them may as well stop."""
+        if self.found.get(code, 0) < PER_RULE:
+            return False
+        self.more.setdefault(code, 0)
+        return True
+
+    def is_one_more(self, code: str) -> bool:
+        """The same, where a further finding is certain: then it is counted, and need not be made."""
+        if not self.has_enough(code):
+            return False
+        self.more[code] = self.more.get(code, 0) + 1
+        return True
 
     def head(self, index: int) -> int | None:
         """The object that a node is or belongs to."""
@@ -149,6 +168,12 @@ class Scene:
         return self.x.graph.select_kinds(keys, min_size, NODES) if keys else []
 
     @cached_property
+    def functions(self) -> list[tuple[int, FunctionType]]:
+        """(node, function) of the live functions that go by value."""
+        found = ((index, self.object(index)) for index in self.calls("cloudpickle:_make_function".__eq__))
+        return [(index, function) for index, function in found if type(function) is FunctionType]
+
+    @cached_property
     def globals(self) -> list[tuple[int, str]]:
         """(node, dotted name) of what is looked up by name."""
         found = []
@@ -182,7 +207,8 @@ def captured_by(scene: Scene, index: int, origin: Origin | None) -> str:
     """``; captured as global `lock` by train_func at train.py:12``."""
     if origin is None:
         return ""
-    words = f"; captured as {origin.how} `{origin.name}`" if origin.name else f"; captured as {origin.how}"
+    how = "bound as" if origin.how == "self" else f"captured as {origin.how}"
+    words = f"; {how} `{origin.name}`" if origin.name else f"; {how}"
     if origin.captured != index:
         words += f" ({scene.x.subject(origin.captured).type})"
     words += f" by {scene.path(origin.by)}"

@@ -182,7 +182,7 @@ def check_duplicates(scene: Scene) -> Iterator[Finding]:
         by_size.setdefault(view.end - view.start, []).append(index)
     budget = _COMPARED
     for size, nodes in sorted(by_size.items(), reverse=True):
-        if len(nodes) < 2 or size > budget:
+        if size > budget or size * (len(nodes) - 1) < scene.min_size:
             continue
         groups: dict[int, list[tuple[int, memoryview]]] = {}
         for index in nodes:
@@ -192,6 +192,8 @@ def check_duplicates(scene: Scene) -> Iterator[Finding]:
         for group in groups.values():
             first, content = group[0]
             for index, other in group[1:]:
+                if scene.has_enough("FC303"):
+                    return
                 budget -= size
                 if budget < 0 or not _same(content, other):
                     continue
@@ -246,6 +248,8 @@ def check_arrays(scene: Scene) -> Iterator[Finding]:
     for index in scene.calls(ARRAYS.__contains__, min(SMALLEST_BUFFER, scene.min_size)):
         obj = scene.object(index)
         if obj is None or not _is_array(obj) or obj.dtype.kind == "O":
+            if scene.has_enough("FC307"):
+                continue
             what = scene.x.subject(index).what
             if " object " in f"{what} " and scene.size(index) >= scene.min_size:
                 own = scene.expression(index)
@@ -369,6 +373,8 @@ def check_lists(scene: Scene) -> Iterator[Finding]:
     """FC308."""
     for index in scene.x.graph.select(_LIST_OPCODES, scene.min_size, NODES, _LONG_LIST):
         view = scene.x.reader.view(index)
+        if scene.has_enough("FC308"):
+            return
         if view.count == 1 and 8.5 <= (view.end - view.start) / view.arg <= 9.5 and scene.head(index) == index:
             own = scene.expression(index)
             if not isinstance(scene.x.reader.contents(index, 1).get(0), float):
@@ -382,14 +388,10 @@ def check_code_by_value(scene: Scene) -> Iterator[Finding]:
     if scene.live is None:
         return
     seen: set[str] = set()
-    for index in scene.calls(("cloudpickle:_make_function", "cloudpickle:_make_skeleton_class").__contains__):
-        obj = scene.object(index)
-        if is_a(obj, FunctionType):
-            module, qualname = obj.__module__, obj.__qualname__
-        elif is_a(obj, type):
-            module, qualname = names_of(obj)
-        else:
-            continue
+    classes = ((index, scene.object(index)) for index in scene.calls("cloudpickle:_make_skeleton_class".__eq__))
+    objects: list[tuple[int, Any]] = [*scene.functions, *((index, obj) for index, obj in classes if is_a(obj, type))]
+    for index, obj in objects:
+        module, qualname = names_of(obj) if is_a(obj, type) else (obj.__module__, obj.__qualname__)
         if not isinstance(module, str) or module in seen or module == "__main__" or "<" in qualname:
             continue
         loaded = sys.modules.get(module)
@@ -455,6 +457,7 @@ def check_tune(scene: Scene) -> Iterator[Finding]:
 
 _CODE_SIZE = 1 << 14  # bytes of documentation and line tables from which on they are worth a word
 _CODE_SHARE = 4  # and from which fraction of the payload on
+_CODES = 32  # code objects, functions and classes that are looked at, if there are more
 
 
 def check_documentation(scene: Scene) -> Iterator[Finding]:
@@ -464,19 +467,23 @@ def check_documentation(scene: Scene) -> Iterator[Finding]:
     total = scene.x.graph.payload_size
     if sum(reader.view(index).subtree_size for index in codes) < max(_CODE_SIZE, total // _CODE_SHARE):
         return
-    tables = sum(_table_size(scene, index) for index in codes)
-    texts: set[int] = set()
+    every = max(1, len(codes) // _CODES)
+    tables = every * sum(_table_size(scene, index) for index in codes[::every])
+    documentation = 0
     for name in ("cloudpickle:_make_function", "cloudpickle:_make_skeleton_class"):
-        for index in scene.calls(name.__eq__):
+        calls = scene.calls(name.__eq__)
+        every = max(1, len(calls) // _CODES)
+        texts: set[int] = set()
+        for index in calls[::every]:
             call = Call(scene.x, index)
             text = (call.setter_slots if name.endswith("function") else call.setter_attributes).get("__doc__")
             if isinstance(text, At):
                 texts.add(reader.resolve(text.index))
-    documentation = sum(reader.view(index).subtree_size for index in texts)
+        documentation += every * sum(reader.view(index).subtree_size for index in texts)
     if tables + documentation < max(_CODE_SIZE, total // _CODE_SHARE):
         return
     message = (
-        f"{format_size(documentation)} of docstrings and {format_size(tables)} of line tables go along with "
+        f"about {format_size(documentation)} of docstrings and {format_size(tables)} of line tables go along with "
         f"{len(codes):,} functions"
     )
     instead = "python -OO -X no_debug_ranges, or install the code on the workers"

@@ -190,7 +190,7 @@ class _Page(Page):
             space = room - cell_len(guide)
             label = self.clean(row.label or row.path, 200)
             if row.type == "more":
-                yield [*line, (self.fit(label, space), "dim")]
+                yield [*line, (self.fit(f"[{count_of(row.count, 'more node')}]", space), "dim")]
                 continue
             what = self.describe(row.type, row.what)
             held = f"  (also {self.holders(row.shared_by)})" if row.shared_by else ""
