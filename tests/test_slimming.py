@@ -16,6 +16,7 @@ from memory_store import MemoryStore
 from strategies import difference
 
 import fastcap
+from fastcap._native.pickler import Pickler as Encoder
 from fastcap.record import recording
 from fastcap.slimming import is_data
 
@@ -548,3 +549,104 @@ def test_corpus_comes_back_the_same(kind, flavor):
         expected = pickle.loads(fastcap.dumps(made, protocol, flavor=flavor))
         data = fastcap.dumps(made, protocol, store=MemoryStore(protocol), min_size=SMALLEST, flavor=flavor)
         assert difference(expected, pickle.loads(data)) is None
+
+
+# ---- the encoder -----------------------------------------------------------------------------------------------------
+
+
+def encoder_into(file, **hooks):
+    encoder = Encoder(file, 5)
+    for name, value in hooks.items():
+        setattr(encoder, name, value)
+    return encoder
+
+
+@pytest.mark.parametrize("value", [1, "x", [], (), (list,), (1, ()), (list, []), (list, (), None, None, None, None, 1)])
+def test_replacements_that_are_none(value):
+    made = [1]
+    with pytest.raises(pickle.PicklingError):
+        encoder_into(io.BytesIO(), _replacements={id(made): value}).dump([made])
+
+
+@pytest.mark.parametrize("value", [1, (), (1,), (1, 2), (1, "x"), (1, 2, 3)])
+def test_records_that_are_none(value):
+    made = Behaves([1])
+    copyreg_like = encoder_into(io.BytesIO(), _recorded={id(made): value}, dispatch_table={Behaves: lambda obj: None})
+    with pytest.raises((pickle.PicklingError, TypeError, ValueError)):
+        copyreg_like.dump([made])
+
+
+@pytest.mark.parametrize("name", ["_replacements", "_recorded"])
+@pytest.mark.parametrize("value", [1, [], ()])
+def test_hooks_of_the_wrong_type(name, value):
+    with pytest.raises(TypeError):
+        encoder_into(io.BytesIO(), **{name: value})
+
+
+class Meddles:
+    """Changes the hooks of the encoder that is pickling it."""
+
+    def __init__(self, change):
+        self.change = change
+
+    def __reduce_ex__(self, protocol):
+        self.change()
+        return list, ((), ), None, self.items()
+
+    def items(self):
+        for _ in range(3):
+            self.change()
+            yield [[] for _ in range(5)]
+
+
+@pytest.mark.parametrize("change", [
+    lambda encoder: encoder._replacements.clear() if encoder._replacements else None,
+    lambda encoder: setattr(encoder, "_replacements", None),
+    lambda encoder: setattr(encoder, "_replacements", dict.fromkeys(range(100), (list, ()))),
+    lambda encoder: encoder._recorded.clear() if encoder._recorded else None,
+    lambda encoder: setattr(encoder, "_recorded", None),
+    lambda encoder: setattr(encoder, "_recorded", {}),
+])
+def test_hooks_that_change_in_the_midst(change):
+    part = [bytes(10)]
+    made = []
+    file = io.BytesIO()
+    encoder = encoder_into(file, _replacements={id(part): (dict, ())}, _recorded={})
+    made += [part, Meddles(lambda: change(encoder)), Behaves(1), Meddles(lambda: change(encoder)), part]
+    encoder.dump(made)
+    loaded = pickle.loads(file.getvalue())
+    assert loaded[0] == {}
+    assert loaded[1] == loaded[3] == [[[]] * 5] * 3
+    assert loaded[4] is loaded[0]
+
+
+def test_records_make_dumps_meet_the_same_objects():
+    made = [Copies(), Items([1, 2])]
+    recorded = {}
+    seen = []
+    for _ in range(2):
+        file = io.BytesIO()
+        encoder = encoder_into(file, _recorded=recorded)
+        encoder.dump(made)
+        seen.append([id(obj) for obj in encoder._memo_objects() if isinstance(obj, np.ndarray)])
+        assert difference(pickle.loads(fastcap.dumps(made)), pickle.loads(file.getvalue())) is None
+    assert seen[0] == seen[1]
+    assert len(seen[0]) == 3
+
+
+def test_a_replaced_object_may_be_found_by_persistent_ids_no_more():
+    class Persistent(Encoder):
+        def persistent_id(self, obj):
+            asked.append(obj)
+            return "kept" if obj == "kept" else None
+
+    asked, file, part = [], io.BytesIO(), ["part"]
+    encoder = Persistent(file, 5)
+    encoder._replacements = {id(part): (dict, ())}
+    encoder.dump([part, "kept", part])
+    assert part not in asked
+    unpickler = pickle.Unpickler(io.BytesIO(file.getvalue()))
+    unpickler.persistent_load = lambda name: name
+    loaded = unpickler.load()
+    assert loaded == [{}, "kept", {}]
+    assert loaded[0] is loaded[2]
