@@ -138,6 +138,42 @@ def test_every_kind_of_capture(hold, get, compact, store):
     assert np.array_equal(get(pickle.loads(data)), BIG)
 
 
+class Slotted:
+    __slots__ = ("value",)
+
+    def __init__(self, value):
+        self.value = value
+
+
+ONLY_HOLDERS = {
+    **{name: hold for name, (hold, _) in HOLDERS.items()},
+    "slots": Slotted,
+    "object with code": lambda value: corpus.Plain(code=make_closure(0), inner=corpus.Plain(deep=[{"x": value}])),
+    "list subclass": lambda value: corpus.ListSubclass([make_closure(0), value]),
+    "dict subclass": lambda value: corpus.DictSubclass(a=make_closure(0), b=value),
+    "default dict": lambda value: collections.defaultdict(make_closure(0), x=value),
+    "tuple": lambda value: (make_closure(0), value),
+    "object array": lambda value: np.array([make_closure(0), [value]], dtype=object),
+    "exception": lambda value: ValueError(make_closure(0), value),
+    "named tuple": lambda value: corpus.Point(make_closure(0), value),
+}
+
+
+@pytest.mark.parametrize("hold", ONLY_HOLDERS.values(), ids=ONLY_HOLDERS)
+@pytest.mark.parametrize("value", [
+    lambda: np.ones(200_000), lambda: [1.5] * 200_000, lambda: np.ones((400, 500)).T, lambda: np.ones(400_000)[::2],
+    lambda: bytearray(2_000_000), lambda: "x" * 2_000_000,
+], ids=["array", "list", "transposed", "strided", "bytearray", "str"])
+def test_parts_that_nobody_else_holds_last(hold, value, store):
+    made = hold(value())
+    data = fastcap.dumps(made, store=store)
+    assert len(data) < 5000
+    assert [info.temporary for _, info in store.puts] == [False]
+    again = MemoryStore()
+    fastcap.dumps(made, store=again)
+    assert again.objects[0] is store.objects[0]
+
+
 def test_a_part_is_described(store):
     fastcap.dumps(Trainer().make(), store=store)
     [(_, info)] = store.puts
@@ -232,6 +268,19 @@ def test_big_tensors_are_only_looked_at(store, monkeypatch):
     loaded = pickle.loads(fastcap.dumps([marked, Copies()], store=store))
     assert loaded[0].mark.data == 1
     assert torch.equal(loaded[0], plain)
+
+
+def test_stores_that_split_get_the_smallest_parts(store):
+    torch = pytest.importorskip("torch")
+    store.split = True
+    tensors = [torch.full((300_000,), number) for number in range(3)]
+    arrays = [np.full(200_000, number) for number in range(3)]
+    made = {"tensors": {"a": tensors[0], "b": tensors[1:]}, "arrays": arrays, "list": list(range(400_000)), "x": [[1]]}
+    loaded = pickle.loads(fastcap.dumps(made, store=store))
+    assert {id(obj) for obj in store.objects} == {id(obj) for obj in (*tensors, *arrays, made["list"])}
+    assert all(map(torch.equal, [loaded["tensors"]["a"], *loaded["tensors"]["b"]], tensors))
+    assert loaded["list"] == made["list"]
+    assert all(map(np.array_equal, loaded["arrays"], arrays))
 
 
 class OwnArray(np.ndarray):
