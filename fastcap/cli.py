@@ -369,8 +369,8 @@ def edit(
             for path, value in replacements:
                 with _reading_piece(value):
                     editor.replace(path, value)
-            if drop_handles or placeholders:
-                editor.drop_handles(placeholders=placeholders)
+            if (drop_handles or placeholders) and not editor.drop_handles(placeholders=placeholders):
+                _say(f"there are no handles of Ray in {target}")
             if dry_run:
                 summary = editor.measure()
             else:
