@@ -22,10 +22,11 @@ __all__ = ["Placeholder", "Unrestorable", "load", "loads"]
 
 Handles = Callable[[Unrestorable], Any]
 
+_load, _loads = pickle.load, pickle.loads
+
 
 def load(
     file: BinaryIO,
-    /,
     *,
     replace: Mapping[str, Any] | None = None,
     handles: str | Handles | None = None,
@@ -35,8 +36,9 @@ def load(
     """The object in a pickle file, with values in the place of parts that cannot come back.
 
     ``replace`` maps paths, as `fastcap.scan` shows them, to values. What stood at a path is not executed, not even in
-    part, and whatever else refers to it gets the value too. `fastcap.EditError` names a path that is not there, and
-    those that are like it.
+    part, and whatever else refers to the same object gets the value too; strings, bytes and names of classes and
+    functions are replaced at the path alone. `fastcap.EditError` names a path that is not there, and those that are
+    like it.
 
     ``handles`` is about Ray's actor handles and object references in the stream, dead or alive, with Ray installed or
     without, except those at or below a path of ``replace``: "placeholder" makes each an `Unrestorable`, "error" raises
@@ -52,7 +54,7 @@ def load(
     Loading executes code that the file names: load only what you trust.
     """
     if replace is None and handles is None and missing is None:
-        return pickle.load(file, **options)
+        return _load(file, **options) if options else _load(file)
     if replace is None and handles is None:
         return _unpickler(file, missing, options).load()
     return loads(file.read(), replace=replace, handles=handles, missing=missing, **options)
@@ -69,19 +71,33 @@ def loads(
 ) -> Any:
     """`load` from bytes."""
     if replace is None and handles is None and missing is None:
-        return pickle.loads(data, **options)
+        return _loads(data, **options) if options else _loads(data)
     if replace is None and handles is None:
         return _unpickler(io.BytesIO(data), missing, options).load()
     # Loaded here, so that those who replace nothing need not wait for it.
     from fastcap.substitution import substitute
 
     stream, value_of = substitute(data, replace or {}, handles, options)
-    unpickler = _unpickler(stream, missing, options)
-    unpickler.persistent_load = value_of
+    return load_with_ids(stream, value_of, missing, **options)
+
+
+def load_with_ids(file: BinaryIO, value_of: Callable[[Any], Any], missing: str | None = None, **options: Any) -> Any:
+    """The object in a stream that has persistent ids in place of parts; ``value_of`` gives the value of each."""
+    unpickler = _unpickler(file, missing, options)
+    unpickler.value_of = value_of
     return unpickler.load()
+
+
+class _Unpickler(pickle.Unpickler):
+    """One that knows what persistent ids stand for."""
+
+    value_of: Callable[[Any], Any]
+
+    def persistent_load(self, pid: Any) -> Any:
+        return self.value_of(pid)
 
 
 def _unpickler(file: BinaryIO, missing: str | None, options: dict[str, Any]) -> Any:
     if missing not in (None, "placeholder"):
         raise ValueError(f"missing is None or 'placeholder', not {missing!r}")
-    return (pickle.Unpickler if missing is None else lenient_unpickler)(file, **options)
+    return (_Unpickler if missing is None else lenient_unpickler)(file, **options)

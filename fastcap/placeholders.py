@@ -7,7 +7,7 @@ import copyreg
 import functools
 import pickle
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from typing import Any, BinaryIO, Final
 
@@ -206,11 +206,15 @@ _PythonUnpickler: Any = pickle._Unpickler
 class _Lenient(_PythonUnpickler):  # type: ignore[misc]
     """Makes placeholders of what cannot be imported, and of all that depends on it.
 
-    A call is put off, that is, becomes a placeholder, if what is called is one; if an argument is one and the call
-    raises; and if the call itself is an import that fails.
+    A call is put off, that is, becomes a placeholder, if what is called is one; if an argument is one, or it uses one,
+    and the call raises; and if the call itself is an import that fails.
     """
 
     dispatch: Final = dict(_PythonUnpickler.dispatch)
+    value_of: Callable[[Any], Any] | None = None  # gives what a persistent id stands for
+
+    def persistent_load(self, pid: Any) -> Any:
+        return super().persistent_load(pid) if self.value_of is None else self.value_of(pid)
 
     def find_class(self, module: str, name: str) -> Any:
         try:
@@ -225,13 +229,15 @@ class _Lenient(_PythonUnpickler):  # type: ignore[misc]
         stack = self.stack
         args = stack.pop()
         made_by = stack[-1]
-        if not isinstance(made_by, Placeholder):
+        # What `getattr` would find on a placeholder is an attribute of the placeholder.
+        put_off = isinstance(made_by, Placeholder) or (made_by is getattr and isinstance(args[0], Placeholder))
+        if not put_off:
             try:
                 stack[-1] = made_by(*args)
                 return
             except Exception as error:
                 imports = isinstance(error, ImportError) or made_by is pkgutil.resolve_name
-                if not imports and not _holds_placeholder(args):
+                if not imports and not isinstance(error, NotRestored) and not _holds_placeholder(args):
                     raise
         stack[-1] = _of_call(made_by, tuple(args))
 

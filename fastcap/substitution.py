@@ -7,23 +7,20 @@ held is never executed, and the values need not be picklable.
 from __future__ import annotations
 
 import io
-import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any, BinaryIO, Final
 
 from fastcap._native.graph import Graph
 from fastcap.editing import Editor, Pickled
 from fastcap.errors import EditError, NotRestored
 from fastcap.explain import Call, Explainer
-from fastcap.inert import CALLS, At, Reader
+from fastcap.inert import BYTES, CALLS, EXTENSIONS, GLOBALS, OLD_TEXTS, TEXTS, At, Reader
 from fastcap.opening import scan_source
-from fastcap.paths import Path, parse
+from fastcap.paths import parse
 from fastcap.placeholders import Unrestorable
 
-_LISTED: Final = 10  # handles or steps that a message lists
-_LOOKED_AT: Final = 10_000  # parts of an object among which a missing path is looked for
+_LISTED: Final = 10  # handles that a message lists
 
 
 def substitute(
@@ -43,9 +40,9 @@ def substitute(
         if editor.graph.select(b"PQ", limit=1):
             raise EditError("the stream has persistent ids of its own, which only the program that wrote it can load")
         values = _Values(handles)
-        for path, value in replace.items():
-            replace_path(editor, path, id_opcodes(values.add(value)))
+        replaced = {replace_path(editor, path, id_opcodes(values.add(value))) for path, value in replace.items()}
         found = find_handles(editor.explainer, apart_from=tuple(replace)) if handles is not None else []
+        found = [handle for handle in found if handle.node not in replaced]
         for handle in found:
             editor.replace_node(handle.node, id_opcodes(values.add_handle(handle)))
         if not replace and not found:
@@ -57,7 +54,7 @@ def substitute(
     if buffers is not None:
         options["buffers"] = [buffers[number] for number in summary.buffers]
     if found and handles == "error":
-        values.refuse_handles(written.getbuffer())
+        values.refuse_handles(written.getvalue())
     written.seek(0)
     return written, values.get
 
@@ -110,43 +107,29 @@ def id_opcodes(number: int) -> bytes:
     return b"J%bQ" % number.to_bytes(4, "little")
 
 
-def replace_path(editor: Editor, path: str, opcodes: bytes) -> None:
-    """Put what a few opcodes push in place of what is at a path, for all that refer to it.
+_WITHOUT_IDENTITY: Final = (TEXTS | OLD_TEXTS | BYTES | GLOBALS | EXTENSIONS) - {"BYTEARRAY8"}
+"""Opcodes of what a pickler shares because it happens to be one object: equal strings, names of classes."""
 
-    `EditError` if there is nothing, with what is like it.
+
+def replace_path(editor: Editor, path: str, opcodes: bytes) -> int | None:
+    """Put what a few opcodes push in place of what is at a path, for all that refer to it; returns the node it was.
+
+    Strings, bytes and names are replaced at the path only, like numbers, bools and None, which are no nodes; then None
+    is returned. `EditError` if there is nothing, with what is like it.
     """
     try:
         parsed = parse(path)
     except ValueError as error:
         raise EditError(str(error), (path,)) from None
     explainer = editor.explainer
-    if parsed.root != explainer.root_name:
-        raise EditError(f"{path}: paths in this pickle begin with {explainer.path(0)}", (path,))
-    index = explainer.find(parsed.steps)
+    index = explainer.find(parsed.steps) if parsed.root == explainer.root_name else None
     if index is not None:
-        editor.replace_node(explainer.reader.resolve(index), opcodes)
-        return
-    try:  # a number, a bool or None has no node of its own
-        editor.replace(path, Pickled(b"\x80\x02%b." % opcodes))
-    except KeyError:
-        raise EditError(_explain_missing(explainer, parsed), (path,)) from None
-
-
-def _explain_missing(explainer: Explainer, parsed: Path) -> str:
-    known = 0
-    while explainer.find(parsed.steps[: known + 1]) is not None:
-        known += 1
-    there = Path(parsed.root, parsed.steps[:known])
-    wanted = str(parsed.steps[known])
-    above = explainer.find(there.steps)
-    assert above is not None
-    parts = itertools.islice(explainer.below(explainer.reader.resolve(above)), _LOOKED_AT)
-    steps = list(dict.fromkeys(str(part.step) for part, _ in parts))
-    like = get_close_matches(wanted, steps, n=3, cutoff=0.5)
-    if like:
-        return f"{parsed}: {there} has no {wanted}; did you mean {' or '.join(f'{there}{step}' for step in like)}?"
-    listed = ", ".join(steps[:_LISTED]) + (", …" if len(steps) > _LISTED else "")
-    return f"{parsed}: {there} has no {wanted}, but {listed or 'no parts with a path'}"
+        index = explainer.reader.resolve(index)
+    if index is None or explainer.reader.view(index).op in _WITHOUT_IDENTITY:
+        editor.replace(path, Pickled(opcodes if opcodes[:1] == b"\x80" else b"\x80\x02%b." % opcodes))
+        return None
+    editor.replace_node(index, opcodes)
+    return index
 
 
 # --- handles in a stream ---------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@
 
 import json
 import os
+import resource
 import shutil
 import sys
 import tempfile
@@ -67,7 +68,9 @@ def run_steps(handles, config, report, checkpoint):
             with open(os.path.join(folder, "step.json"), "w") as file:
                 json.dump({"step": step}, file)
             report({"step": step, "started": start}, checkpoint=Checkpoint.from_directory(folder))
-        if step == 1 and checkpoint is None:
+        if step == 1 and checkpoint is None and not os.path.exists(config.get("once", "")):
+            if "once" in config:
+                open(config["once"], "w").close()
             raise RuntimeError("the cluster goes down")
 
 
@@ -160,12 +163,17 @@ def arguments(case, handles):
     if at["class"] is not None:
         callbacks.append(ClassWatch())
     space = {"lr": tune.grid_search([0.1])}
+    if "trials" in case:
+        space = {"lr": tune.grid_search([0.1 * k for k in range(case["trials"])]), "once": case["once"]}
     if at["config"] is not None:
         space["handle"] = at["config"]
     stop = make_stop(at["closure"]) if at["closure"] is not None else None
     return {
         "trainable": make_trainable(None), "param_space": space,
-        "run_config": tune.RunConfig(callbacks=callbacks, stop=stop),
+        "run_config": tune.RunConfig(
+            callbacks=callbacks, stop=stop, failure_config=tune.FailureConfig(fail_fast="trials" in case)
+        ),
+        "tune_config": tune.TuneConfig(max_concurrent_trials=1),
     }  # fmt: skip
 
 
@@ -213,7 +221,9 @@ def restore(folder, case):
     path = os.path.join(folder, case["name"])
     start = fastcap.ray.restore_trainer if which == "trainer" else fastcap.ray.restore_tuner
     handles = {place: make_handle(kind) for place, kind in zip(places, kinds)}
+    began = time.perf_counter()
     said = {"dry": [[row.kind, row.argument, list(row.paths), row.required] for row in start(path, dry_run=True)]}
+    said["dry_seconds"] = time.perf_counter() - began
     given = arguments(case, handles)
     options = {"resume_errored": True, "trainable": given["trainable"]} if which == "tuner" else {}
     try:
@@ -238,9 +248,10 @@ def restore(folder, case):
         options.update({owner[place]: given[owner[place]] for place in places if place in owner})
         if which == "trainer" and "class" in places:
             options["trainer_cls"] = MyTrainer
-    began = time.process_time()
+    began = time.perf_counter()
     experiment = start(path, **options)
-    said["restore_seconds"] = time.process_time() - began
+    said["restore_seconds"] = time.perf_counter() - began
+    said["restore_peak"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     said.update(fit(experiment))
     said["note"] = getattr(experiment, "note", None)
     said["seen"] = {
@@ -255,7 +266,12 @@ def main():
     action, folder, cases = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
     began = time.perf_counter()
     ray.init(
-        num_cpus=2, object_store_memory=200_000_000, include_dashboard=False, log_to_driver=False, logging_level="ERROR"
+        "local",
+        num_cpus=2,
+        object_store_memory=200_000_000,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
     )
     said = {}
     for case in cases:

@@ -1070,6 +1070,27 @@ def test_a_reader_that_gives_too_little():
         rewriter.step()
 
 
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("value", [[1], "text", {"k": ("v",)}, types.SimpleNamespace(a=1), 148, (), b"\x94."])
+def test_what_was_edited_can_be_edited_again(protocol, value):
+    """The memo has one entry for a value, also where a piece brings its own."""
+    shared = [2, 3]
+    stream = pickle.dumps({"a": shared, "b": [shared, shared], "c": "other"}, protocol)
+    for _ in range(3):
+        with Editor(stream) as editor:
+            node = editor.explainer.find(parse("obj['a']").steps)
+            if node is not None:
+                editor.replace_node(editor.explainer.reader.resolve(node), pickle.dumps(value, protocol))
+            editor.replace("obj['c']", value)
+            file = io.BytesIO()
+            editor.write(file)
+        stream = file.getvalue()
+        graph_of(stream)
+        loaded = pickle.loads(stream)
+        assert loaded == {"a": value, "b": [value, value], "c": value}
+        assert loaded["a"] is loaded["b"][0] is loaded["b"][1]
+
+
 # --- the command -----------------------------------------------------------------------------------------------------
 
 

@@ -25,7 +25,9 @@ def drive(action, folder, cases, timeout=600):
         capture_output=True, text=True, timeout=timeout, env=environment,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[-4000:]
-    return json.loads(run.stdout.splitlines()[-1])
+    said = json.loads(run.stdout.splitlines()[-1])
+    print(f"{action}: {said['seconds']:.0f} s")
+    return said
 
 
 def contents(folder):
@@ -128,6 +130,17 @@ def test_each_place(tmp_path, which, handle):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("by", ["argument", "path"])
+def test_trials_that_have_not_begun(tmp_path, by):
+    """A Tuner with several trials, of which the first one has failed and the others wait."""
+    each = case("many", "tuner", ("config",), ("actor",), by=by, trials=3, once=str(tmp_path / "once"))
+    said = run_cases(tmp_path, [each])["many"]
+    assert not said["error"]
+    assert sorted((row["step"], row["started"]) for row in said["metrics"]) == [(3, 0), (3, 0), (3, 2)]
+    assert said["seen"]["config"].count(3) == 3
+
+
+@pytest.mark.long
 def test_big_array(tmp_path):
     """An array of 160 MiB next to a handle, which Ray writes into four files."""
     big = case(
@@ -142,4 +155,23 @@ def test_big_array(tmp_path):
     assert not said["error"]
     assert [row["step"] for row in said["metrics"]] == [3]
     assert said["seen"]["config"] == [0, 1, 2, 3]
-    print(sizes, said["restore_seconds"])
+    print(sizes, {name: said[name] for name in ("dry_seconds", "restore_seconds", "restore_peak")})
+
+
+@pytest.mark.long
+def test_example(tmp_path):
+    """The script that the README shows, run twice."""
+    script = Path(__file__).parent.parent / "examples" / "restore_trainer.py"
+    environment = {**os.environ, "PYTHONPATH": str(Path(fastcap.__file__).parent.parent)}
+    runs = [
+        subprocess.run(
+            [sys.executable, str(script), str(tmp_path)], capture_output=True, text=True, timeout=600, env=environment
+        )
+        for _ in range(2)
+    ]
+    assert runs[0].returncode == 1
+    assert "the cluster goes down" in runs[0].stderr
+    assert runs[1].returncode == 0, runs[1].stderr[-4000:]
+    assert "argument train_loop_config: train_loop_config['tracker'], " in runs[1].stdout
+    assert "last step: 2" in runs[1].stdout
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["exp", "exp-restored", "failed"]

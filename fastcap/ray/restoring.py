@@ -8,7 +8,7 @@ algorithms. A handle in any of them makes Ray's restore fail, or go on with a re
 
 Here the experiment is copied to a new directory, and what is dead is replaced in the copy's files without loading them;
 then Ray restores the copy. The same handle is usually in several files: it is known by its id, and a value given for
-one of its places is put into all of them. Facts about Ray are those of Ray 2.50 to 2.60; where another Ray differs,
+one of its places is put into all of them. Facts about Ray are those of Ray 2.60; where another one differs,
 `fastcap.errors.UnknownRay` says so.
 """
 
@@ -21,7 +21,6 @@ import io
 import json
 import mmap
 import os
-import pickle
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,7 +34,8 @@ import ray
 from fastcap.editing import Editor
 from fastcap.errors import EditError, FastcapError, NotRestored, PayloadError, UnknownRay
 from fastcap.explain import TABLE
-from fastcap.paths import Path, Step, attr, item, parse
+from fastcap.loading import load_with_ids
+from fastcap.paths import Path, Step, attr, item, parse, word
 from fastcap.pickling import dumps
 from fastcap.placeholders import Unrestorable
 from fastcap.substitution import Handle, find_handles, id_opcodes, is_below, replace_path
@@ -128,10 +128,12 @@ def restore_trainer(
     if left_out or (experiment.datasets() and "datasets" not in re_specified):
         names = ", ".join(map(repr, left_out or experiment.datasets()))
         raise NotRestored(f"datasets are never in the file: re-specify datasets={{...}} with {names}")
-    params["run_config"] = _moved(params.get("run_config"), target, storage_filesystem)
     trainer = cls(**params)
-    for name in ("_restore_path", "_restore_storage_filesystem", "_save"):
+    for name in ("_restore_path", "_restore_storage_filesystem", "_save", "_param_dict", "run_config"):
         _require(hasattr(trainer, name), f"{cls.__name__}.{name}")
+    trainer.run_config = _moved(trainer.run_config, target, storage_filesystem)
+    if "run_config" in trainer._param_dict:
+        trainer._param_dict["run_config"] = trainer.run_config
     with experiment.copied(target, values, leave_out=(_TRAINER,)) as folder:
         trainer._save(experiment.fs, folder)
     trainer._restore_path = target.path
@@ -259,10 +261,6 @@ class _Target:
 
 def _moved(run_config: Any, target: _Target, storage_filesystem: Any) -> Any:
     """A copy of a run configuration that writes to another directory."""
-    if run_config is None:
-        from ray.train import RunConfig
-
-        run_config = RunConfig()
     moved = copy.copy(run_config)
     for name in ("name", "storage_path", "storage_filesystem"):
         _require(hasattr(moved, name), f"{type(moved).__name__}.{name}")
@@ -356,6 +354,8 @@ class _Experiment:
 
     def _in_pickle(self, name: str) -> Iterator[_Found]:
         with Editor(self.source(name)) as editor:
+            for steps in _CONFIGS if name == _TUNER else ():
+                _require(editor.explainer.find(steps) is not None, f"{name} has no {steps[0]}")
             for handle in find_handles(editor.explainer):
                 paths = (handle.path, *editor.explainer.holders(handle.node, limit=1000, inherited=True))
                 labels = tuple(dict.fromkeys(self._label(name, path) for path in paths))
@@ -365,10 +365,7 @@ class _Experiment:
 
     def _label(self, name: str, path: str) -> str:
         """The path of something in a file, as `replace` takes it."""
-        try:
-            steps = parse(path).steps
-        except ValueError:  # too deep for a path
-            return f"{name!r}<more>"
+        steps = _steps_of(path)
         if name == _TRAINER and steps[:1] == (item(0),):
             return str(Path("trainer_cls", steps[1:]))
         if name == _TRAINER and steps[:1] == (item(1),) and len(steps) > 1 and isinstance(steps[1].value, str):
@@ -389,8 +386,7 @@ class _Experiment:
                 label, required = document.places.get(number, (Path(name), True))
                 with Editor(data) as editor:
                     for handle in find_handles(editor.explainer):
-                        steps = parse(handle.path).steps
-                        full = str(Path(label.root, (*label.steps, *steps)))
+                        full = str(Path(label.root, (*label.steps, *_steps_of(handle.path))))
                         yield _Found(name, number, handle, (full,), required)
 
     @contextmanager
@@ -431,12 +427,23 @@ class _Experiment:
 
     def argument(self, label: str) -> str | None:
         """The argument that holds what is at a label."""
-        root, steps = parse(label).root, parse(label).steps
+        return self.place(label)[0]
+
+    def place(self, label: str) -> tuple[str | None, tuple[Step, ...]]:
+        """The argument that holds what is at a label, and the steps that lead there from it.
+
+        A trial's configuration is made from that of the experiment: Ray makes it anew where that is given again.
+        """
+        parsed = parse(label)
+        root, steps = parsed.root, parsed.steps
+        in_trial = root == "trials" and steps[1:2] == (attr("config"),)
         if self.main == _TUNER:
-            if root == "trials" and steps[1:2] == (attr("config"),):
-                return "param_space"
-            return str(root) if root in _CONFIGS.values() else None
-        return str(root) if root not in ("trials", "runner_data", "tune_config", *self.files) else None
+            if in_trial:
+                return "param_space", steps[2:]
+            return (str(root), steps) if root in _CONFIGS.values() else (None, ())
+        if in_trial and len(steps) > 2:
+            return str(steps[2].value), steps[3:]
+        return (None, ()) if root in ("trials", "runner_data", "tune_config", *self.files) else (str(root), steps)
 
     def is_required(self, found: _Found, given: Mapping[str, Any]) -> bool:
         """Whether Ray needs what a handle stands for, if these arguments are given."""
@@ -554,13 +561,20 @@ class _Experiment:
                 _copy_bytes(text, done, start, file)
                 changed = io.BytesIO()
                 _rewrite(binascii.unhexlify(text[start:end]), values, changed, ())
-                file.write(binascii.hexlify(changed.getbuffer()))
+                file.write(binascii.hexlify(changed.getvalue()))
                 done = end
             _copy_bytes(text, done, len(text), file)
 
 
 def _dumps(value: Any) -> bytes:
     return dumps(value, flavor="ray.cloudpickle")
+
+
+def _steps_of(path: str) -> tuple[Step, ...]:
+    try:
+        return parse(path).steps
+    except ValueError:  # what is nested too deep has no path
+        return (word("more"),)
 
 
 def _copy_bytes(source: Any, start: int, end: int, file: Any) -> None:
@@ -571,10 +585,10 @@ def _copy_bytes(source: Any, start: int, end: int, file: Any) -> None:
 def _rewrite(source: str | bytes, values: _Values, file: Any, replacements: Iterable[tuple[str, Any]]) -> None:
     """Write a pickle with values in place of the handles in it, and of what is at some paths."""
     with Editor(source) as editor:
-        for path, value in replacements:
-            replace_path(editor, path, _dumps(value))
+        replaced = {replace_path(editor, path, _dumps(value)) for path, value in replacements}
         for handle in find_handles(editor.explainer):
-            editor.replace_node(handle.node, values.pickled(handle))
+            if handle.node not in replaced:
+                editor.replace_node(handle.node, values.pickled(handle))
         editor.write(file)
 
 
@@ -626,7 +640,7 @@ class _State:
             self._walk(Path("runner_data"), state["runner_data"], True)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UnknownRay(
-                f"{name} is not written as Ray 2.50 to 2.60 do it ({type(error).__name__}: {error}); the installed Ray "
+                f"{name} is not written as Ray 2.60 does it ({type(error).__name__}: {error}); the installed Ray "
                 f"is {ray.__version__}"
             ) from error
 
@@ -677,20 +691,18 @@ class _Values:
             self._take(path, value)
         for found in experiment.found():
             self._take_from_arguments(found)
-        missing: dict[tuple[str, str, bytes], _Found] = {}
+        missing: list[_Found] = []
         for found in experiment.found():
-            identity = found.handle.identity
-            if identity in self._values and identity not in missing:
+            if found.handle.identity in self._values:
                 continue
-            placeholder = self._placeholder(found)
-            if callable(handles):
-                self._values[identity] = handles(placeholder)
-                continue
-            self._values[identity] = placeholder
-            if handles == "error" and experiment.is_required(found, given) and not self._is_replaced(found):
-                missing.setdefault(identity, found)
+            same = [each for each in experiment.found() if each.handle.identity == found.handle.identity]
+            needed = [each for each in same if experiment.is_required(each, given) and not self._is_replaced(each)]
+            placeholder = self._placeholder((needed or same)[0])
+            self._values[found.handle.identity] = handles(placeholder) if callable(handles) else placeholder
+            if handles == "error" and needed:
+                missing.append(needed[0])
         if missing:
-            self._refuse(list(missing.values()))
+            self._refuse(missing)
 
     def _take(self, path: str, value: Any) -> None:
         try:
@@ -726,11 +738,9 @@ class _Values:
     def _take_from_arguments(self, found: _Found) -> None:
         """A handle that was a part of an argument: what is in its place in the argument as it is given now."""
         for label in found.labels:
-            parsed = parse(label)
-            argument = self.experiment.argument(label)
+            argument, steps = self.experiment.place(label)
             if argument is None or argument not in self.given or found.handle.identity in self._values:
                 continue
-            steps = parsed.steps[2:] if parsed.root == "trials" else parsed.steps
             value = _follow(self.given[argument], steps)
             if type(value).__name__ == found.handle.kind and type(value).__module__.partition(".")[0] == "ray":
                 self._values[found.handle.identity] = value
@@ -835,14 +845,17 @@ def _load_trainer(experiment: _Experiment, values: _Values) -> tuple[Any, dict[s
         root = editor.graph.node(0)
         arguments = editor.explainer.find((item(1),))
         _require(root.op == "TUPLE2" and arguments is not None, f"{_TRAINER} is not (class, arguments)")
+        replaced = set()
         for path, value in values.replacements_in(_TRAINER):
-            if editor.explainer.find(parse(path).steps) is not None:  # else it was not given before
-                replace_path(editor, path, opcodes(value))
+            try:
+                replaced.add(replace_path(editor, path, opcodes(value)))
+            except EditError:
+                if len(parse(path).steps) > 2:  # else it is an argument that was not given before
+                    raise
         for handle in find_handles(editor.explainer):
-            editor.replace_node(handle.node, opcodes(values.of(handle)))
+            if handle.node not in replaced:
+                editor.replace_node(handle.node, opcodes(values.of(handle)))
         editor.write(stream)
     stream.seek(0)
-    unpickler = pickle.Unpickler(stream)
-    unpickler.persistent_load = kept.__getitem__  # type: ignore[method-assign]
-    cls, arguments_given = unpickler.load()
+    cls, arguments_given = load_with_ids(stream, kept.__getitem__)
     return cls, arguments_given
