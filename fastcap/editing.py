@@ -7,9 +7,9 @@ What an edit means is what it would mean in memory:
 
 - a member of a list, tuple, set or frozenset is dropped: it is gone, and those behind it move up;
 - a dict entry or an attribute of an instance, a class or a function: it is gone;
-- a closure variable, a global or a default of a function, an argument of a reducer: None takes its place, since neither
-  code nor reducers can do without it; what cannot even be None (the class of an instance, the object of a bound method)
-  is refused;
+- a closure variable, a global or a default of a function, an argument of a reducer, a field of a namedtuple, an element
+  of an array: None takes its place, since there has to be something; what cannot even be None (the class of an
+  instance, the object of a bound method) is refused;
 - a part is replaced: another pickle takes its place.
 
 A path names a *place*. Where an object is in several places, the others keep it: its definition moves to the first of
@@ -178,7 +178,7 @@ class _Found(NamedTuple):
     number: int
     slot: _Slot
     step: Step
-    object_tuple: bool  # the node is a tuple that is an object of its own
+    is_own: bool  # the node is the object itself, not one that only holds its parts
 
 
 class Editor:
@@ -383,16 +383,18 @@ class Editor:
         if step.kind in _REFUSED or (step.kind == "attr" and step.value == "__class__"):
             why = _REFUSED.get(step.kind, "an instance needs its class")
             raise EditError(f"{path} cannot be dropped, only replaced: {why}", (path,))
+        opcode = self._consumer(place)[4]
         if step.kind in _KEPT_AS_NONE:
             return "set to None", self._add_opcodes(NONE)
-        if slot.role in (ITEM, PAIR, STATE):
+        if slot.role in (PAIR, STATE) or opcode == b"d"[0]:
             return "dropped", -1
-        if slot.role == OPERAND:
-            opcode = self._consumer(place)[4]
-            if opcode in b"ld\x91" or (place.object_tuple and opcode in b"t\x85\x86\x87"):
+        if slot.role == ITEM or opcode in b"lt\x85\x86\x87\x91":
+            # Members of a list or tuple that only holds the fields of something (a state, arguments) keep their places.
+            if place.is_own or step.kind == "member":
                 return "dropped", -1
-            if opcode in b"t\x85\x86\x87io":
-                return "set to None", self._add_opcodes(NONE)
+            return "set to None", self._add_opcodes(NONE)
+        if opcode in b"io":
+            return "set to None", self._add_opcodes(NONE)
         raise EditError(f"{path} cannot be dropped: what it belongs to is not made without it", (path,))
 
     def _enter(self, place: _Found, piece: int) -> None:
@@ -419,7 +421,7 @@ class Editor:
             size = self.graph.node(slot.target).retained_size
             what = self.explainer.subject(slot.target).what
         elif slot.kind != ATOM:
-            what = f"reference to {self.explainer.path(slot.target)}"
+            what = f"reference to {self.explainer.path(slot.target) or 'an object'}"
             size = slot.end - slot.start
         else:
             what = repr(self._reader.atom_at(slot.start, slot.end))

@@ -2,6 +2,7 @@
 
 import bz2
 import contextlib
+import dataclasses
 import errno
 import functools
 import gzip
@@ -399,6 +400,30 @@ def test_what_code_needs_becomes_none():
     assert edited(Pair(1, [2]), "obj<arg 1>") == Pair(1, None)
     assert edited(functools.partial(print, 1, [2], sep=""), "obj<arg 0>").args == (None, [2])
     assert edited(functools.partial(print, 1, [2], sep=""), "obj<keyword sep>").keywords == {}
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="frozen dataclasses with slots restore themselves from 3.11 on")
+def test_fields_in_a_state_that_is_a_list_become_none():
+    made = dataclasses.make_dataclass("Made", ["first", "second"], frozen=True, slots=True)
+    made.__module__ = "__main__"
+    with Editor(cloudpickle.dumps(made(["a"], ["b"]))) as editor:
+        paths = [path for path in all_paths(editor) if path in ("obj.first", "obj.second")]
+    assert paths
+    found = edited(made(["a"], ["b"]), "obj.first")
+    assert (found.first, found.second) == (None, ["b"])
+
+
+def test_elements_of_an_array_become_none():
+    numpy = pytest.importorskip("numpy", reason="numpy is not installed")
+    array = numpy.array([[["a"], None], [["b"], 3]], dtype=object)
+    for protocol in PROTOCOLS:
+        stream = pickle.dumps({"array": array}, protocol)
+        with Editor(stream) as editor:
+            paths = [path for path in all_paths(editor) if path.startswith("obj['array'][")]
+        assert paths
+        found = pickle.loads(fastcap.edit(stream, drop=paths[0]))["array"]
+        assert found.shape == (2, 2)
+        assert (found[0, 0], found[1, 0]) == (None, ["b"])
 
 
 @pytest.mark.parametrize(("obj", "path", "word"), [
