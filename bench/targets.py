@@ -66,6 +66,14 @@ SCANNER = [
     Target("4 GiB file of mostly buffers", "scan file", "skip through", 0.5),
     Target("4 GiB file of mostly buffers", "scan file", "read through", 20),
 ]
+SAVE_WORKLOAD, RESTORE_WORKLOAD = "save of 1 GiB of arrays", "restore of 2 GiB of arrays"
+SAVING = [
+    Target(SAVE_WORKLOAD, "save", "cp", 0.8),
+    Target(SAVE_WORKLOAD, "save and sync", "copy and sync", 0.8),
+    Target(SAVE_WORKLOAD, "save of the same", "cp", 1),
+    Target(RESTORE_WORKLOAD, "restore, mapped", "pickle.load", 10),
+    Target(RESTORE_WORKLOAD, "restore", "pickle.load", 0.5),
+]
 # Time for one node at 1e5 nodes over that at 1e7: at least 1 / 1.5.
 NODE_COUNTS = {"1e5 nodes": 100_000, "1e7 nodes": 10_000_000}
 FIRST_SCAN, SECOND_SCAN = "first scan of a process", "second"
@@ -177,7 +185,7 @@ class Ledger:
         rows += [self.mean_row(PICKLER_MEAN, exact)]
         rows += [self.row(target) for target in ANALYSIS]
         rows += [self.mean_row(ANALYSIS_MEANS[0], ANALYSIS), self.mean_row(ANALYSIS_MEANS[1], against_asizeof)]
-        rows += [self.row(target) for target in SCANNER]
+        rows += [self.row(target) for target in [*SCANNER, *SAVING]]
         rows += [self.node_time_row(), *map(self.memory_row, MEMORY)]
         return [row for row in rows if row.ratio is not None or (row.note and not row.note.startswith("over 0"))]
 

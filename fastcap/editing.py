@@ -44,7 +44,7 @@ from fastcap._native.editor import ATOM, CHILD, Program, Rewriter, Slots
 from fastcap._native.graph import ITEM, OPERAND, PAIR, STATE, Edge, Graph, NodeView
 from fastcap.errors import EditError, PayloadError
 from fastcap.explain import Explainer, Glue, Part, Place
-from fastcap.inert import CALLS, LAYOUT, UNREAD, At, Reader
+from fastcap.inert import CALLS, LAYOUT, LISTS, UNREAD, At, Reader
 from fastcap.opening import BLOCK, Progress, Source, plain_blocks, scan_source
 from fastcap.paths import Path, Step, parse
 from fastcap.pickling import dumps
@@ -55,6 +55,7 @@ NONE: Final = b"N"
 _IN_MEMORY = 16 << 20  # bytes of a source that cannot be read twice that are kept in memory
 _READ_AHEAD = 1 << 18  # bytes read at least where short arguments are copied
 _CACHED_SLOTS = 64
+_MANY_SLOTS = 256  # values of one node from which on a look-up does not go through all of them
 _CANDIDATES = 1000  # parts that are looked at to guess which one was meant
 _TUPLES: Final = {b"\x85"[0]: 1, b"\x86"[0]: 2, b"\x87"[0]: 3}
 _SHORTER: Final = (b")", b"\x85", b"\x86", b"\x87")
@@ -126,6 +127,23 @@ class _SlotReader(Reader):
         if len(self._slots) > _CACHED_SLOTS:
             del self._slots[next(iter(self._slots))]
         return found
+
+    def slots_for(self, index: int, position: Step | None, key: Step | None) -> Iterator[tuple[int, _Slot]]:
+        """The slots of a node with their numbers, all those that may lie behind a step among them.
+
+        Of a list that is an object itself, ``position`` leads to one slot; of many dict entries, ``key`` to a few.
+        """
+        slots = self.slots(index)
+        numbers: Iterable[int] = range(len(slots))
+        if len(slots) > _MANY_SLOTS:
+            value = None if position is None or position.kind != "item" else position.value
+            if type(value) is int and self.view(index).op in LISTS:
+                numbers = [number for role in (ITEM, OPERAND) if (number := slots.at(role, value)) >= 0]
+            elif key is not None and key.kind != "key" and type(key.value) in (str, int):
+                text = str(key.value).encode("utf-8", "surrogatepass")
+                numbers = slots.candidates(text, key.value if type(key.value) is int else None)
+        for number in numbers:
+            yield number, _Slot(*slots.slot(number))
 
     def show_atom(self, parent: int, slot: _Slot) -> int:
         """The number behind those of all nodes, under which the atom can be viewed until the next one is shown."""
@@ -286,12 +304,10 @@ class Editor:
 
     def below(self, path: str) -> list[str]:
         """The paths of everything directly below what is at a path, numbers and the like too."""
-        parsed = self._parse(path)
-        index = self.explainer.find(parsed.steps)
+        self._find(path)
+        index = self._node_at(parse(path).steps)
         if index is None:
-            if parsed.steps and self._find(path):
-                return []  # an atom
-            raise EditError(f"{path} is not in the pickle: {self._explain_missing(parsed)}", (path,))
+            return []  # an atom
         return list(dict.fromkeys(f"{path}{place.step}" for place in self._slots_below(index)))
 
     # --- places ------------------------------------------------------------------------------------------------------
@@ -301,8 +317,7 @@ class Editor:
         parsed = self._parse(path)
         if not parsed.steps:
             return []
-        above = self.explainer.find(parsed.steps[:-1])
-        found = [] if above is None else self._places(above, str(parsed.steps[-1]))
+        found = self._places(0, parsed.steps)
         if not found:
             raise EditError(f"{path} is not in the pickle: {self._explain_missing(parsed)}", (path,))
         return found
@@ -315,23 +330,48 @@ class Editor:
 
     def _explain_missing(self, parsed: Path) -> str:
         """Which step leads nowhere, and which ones would not."""
-        depth = 0
-        while depth < len(parsed.steps) - 1 and self.explainer.find(parsed.steps[: depth + 1]) is not None:
+        depth = 1
+        while self._places(0, parsed.steps[:depth]):
             depth += 1
-        above = self.explainer.find(parsed.steps[:depth])
-        there, step = Path(parsed.root, parsed.steps[:depth]), str(parsed.steps[depth])
+        there, step = Path(parsed.root, parsed.steps[: depth - 1]), str(parsed.steps[depth - 1])
+        above = self._node_at(parsed.steps[: depth - 1])
         known = [] if above is None else [str(place.step) for place in islice(self._slots_below(above), _CANDIDATES)]
-        if step in known:
-            return f"{there}{step} has no parts"
         close = get_close_matches(step, dict.fromkeys(known), n=3)
-        hint = f": did you mean {' or '.join(close)}?" if close else "" if known else ": it has no parts with a path"
-        return f"{there} has no {step}{hint}"
+        if not known:
+            return f"{there} has no parts"
+        return f"{there} has no {step}" + (f": did you mean {' or '.join(close)}?" if close else "")
 
-    def _places(self, above: int, wanted: str) -> list[_Found]:
-        return [place for place in self._slots_below(above) if str(place.step) == wanted]
+    def _node_at(self, steps: tuple[Step, ...]) -> int | None:
+        """The object at a path; None if there is nothing, or an atom."""
+        if not steps:
+            return 0
+        return next((place.slot.target for place in self._places(0, steps) if place.slot.kind != ATOM), None)
 
-    def _slots_below(self, above: int) -> Iterator[_Found]:
-        """Everything directly below an object, or below what it is a reference to."""
+    def _places(self, above: int, steps: tuple[Step, ...]) -> list[_Found]:
+        """The places that some steps lead to; several, where a stream sets the last one twice."""
+        ways: list[Iterator[_Found]] = []
+        found: list[_Found] = []
+        tried = set()
+        while True:
+            depth = len(ways)
+            if depth == len(steps) - 1:
+                wanted = str(steps[-1])
+                found = [place for place in self._slots_below(above, steps[-1]) if str(place.step) == wanted]
+            elif (depth, above) not in tried:
+                tried.add((depth, above))
+                ways.append(self._slots_below(above, steps[depth]))
+            while ways and not found:
+                wanted = str(steps[len(ways) - 1])
+                place = next((p for p in ways[-1] if str(p.step) == wanted and p.slot.kind != ATOM), None)
+                if place is not None:
+                    above = place.slot.target
+                    break
+                ways.pop()
+            if found or not ways:
+                return found
+
+    def _slots_below(self, above: int, wanted: Step | None = None) -> Iterator[_Found]:
+        """Everything directly below an object, or below what it is a reference to; a step may narrow it down."""
         for start in dict.fromkeys((above, self._reader.resolve(above))):
             place = self.explainer.place(start)
             if place is None:
@@ -340,9 +380,7 @@ class Editor:
             open_nodes = [(start, place)]
             while open_nodes:
                 index, here = open_nodes.pop()
-                slots = self._reader.slots(index)
-                for number in range(len(slots)):
-                    slot = _Slot(*slots.slot(number))
+                for number, slot in self._reader.slots_for(index, wanted if index == start else None, wanted):
                     target = self._reader.show_atom(index, slot) if slot.kind == ATOM else slot.target
                     edge = Edge(slot.role, slot.position, target, slot.kind not in (ATOM, CHILD))
                     shape = self.explainer.shape(here, index, edge)

@@ -123,12 +123,16 @@ class LocalFolder:
         self.url = path
         self.root = os.path.abspath(path)
         self._safe: set[str] = set()  # sub-folders that are there and no links
-        self._made_root = False
+        self._made: list[str] = []  # the folder and those above it that were not there, the innermost first
 
     def prepare(self) -> None:
-        if not os.path.isdir(self.root):
-            os.makedirs(self.root, exist_ok=True)
-            self._made_root = True
+        folder = self.root
+        while not os.path.isdir(folder):
+            self._made.append(folder)
+            folder = os.path.dirname(folder)
+        for folder in reversed(self._made):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(folder)
         self._enter(_TEMPORARY, make=True)
         flags = os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         os.close(os.open(os.path.join(self.root, _LOCK), flags, 0o666))
@@ -248,8 +252,8 @@ class LocalFolder:
             while folder:
                 self._sync_path(self._path(f"{folder}/"))
                 folder = folder.rpartition("/")[0]
-        if names:
-            self._sync_path(os.path.join(self.root, ""))  # itself may be a link
+        for folder in [self.root, *map(os.path.dirname, self._made)] if names else ():
+            self._sync_path(os.path.join(folder, ""))  # itself may be a link
 
     def _sync_path(self, path: str) -> None:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -291,9 +295,11 @@ class LocalFolder:
                 if not os.path.islink(os.path.join(self.root, name)):
                     with contextlib.suppress(OSError):
                         os.rmdir(folder)  # if it is empty
-        if everything and self._made_root and os.listdir(self.root) in ([], [_LOCK]):
+        if everything and self._made and os.listdir(self.root) == [_LOCK]:
             self.remove(_LOCK)
-            os.rmdir(self.root)
+        for folder in self._made if everything else ():
+            with contextlib.suppress(OSError):
+                os.rmdir(folder)
 
     def map_files(self, names: Sequence[str], chunk_size: int, size: int) -> memoryview:
         """Files one after the other in memory: pages are read when they are touched, and copied when written to.
@@ -301,12 +307,8 @@ class LocalFolder:
         All files but the last have ``chunk_size`` bytes, a multiple of the page size. ValueError if one has another
         size. Somebody who cuts a mapped file off ends the process with SIGBUS where it touches what is gone.
         """
-        if len(names) == 1:
-            with self.opened(names[0]) as (descriptor, found):
-                _check_size(names[0], found, size)
-                return memoryview(mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY))
         # Memory of the whole size, over which the files are mapped one by one. It goes as a whole when nobody refers
-        # to it any more; what is mapped over it goes along.
+        # to it any more; what is mapped over it goes along. Also for one file: mmap.mmap would keep it open.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
         memory = mmap.mmap(-1, size, flags=flags)
         start = ctypes.addressof(ctypes.c_char.from_buffer(memory))

@@ -20,6 +20,7 @@ the disk. So a save is there as a whole or not at all, and the one before it sta
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import mmap
 import os
@@ -471,18 +472,16 @@ class _Reader:
     def start(self) -> None:
         """Map what is to be mapped, and begin to read the rest. Memory is taken only for files that are there."""
         for blob in self.blobs:
+            self._check_sizes(blob)
             if self.mapped and blob.size >= _MAPPED and isinstance(self.folder, LocalFolder):
                 self.memory.append(self._map(blob, self.folder))
                 checks: Iterable[tuple[str, int, int]] = blob.chunks() if self.verify_mapped else ()
                 work = self._verify
             else:
-                for digest, _, length in blob.chunks():
-                    size = self.folder.size(_part_name(digest)) if self.folder.is_local else length
-                    if size != length:
-                        found = "is missing" if size is None else f"has {size:,} bytes in the place of {length:,}"
-                        raise self._damaged(blob, digest, found)
-                # Not a bytearray, which would be filled with zeros first.
-                self.memory.append(memoryview(mmap.mmap(-1, blob.size)) if blob.size else memoryview(b""))
+                # Not a bytearray, which would be filled with zeros first. Nor shared with processes that are forked.
+                private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+                memory = mmap.mmap(-1, blob.size, flags=private) if blob.size else b""
+                self.memory.append(memoryview(memory))
                 checks, work = blob.chunks(), self._read
             view = self.memory[-1]
             self.futures.append(
@@ -513,11 +512,22 @@ class _Reader:
         """Read no more."""
         self.pool.shutdown(wait=True, cancel_futures=True)
 
+    def _check_sizes(self, blob: Blob) -> None:
+        if not self.folder.is_local:
+            return  # where looking is as slow as reading
+        for digest, _, length in blob.chunks():
+            size = self.folder.size(_part_name(digest))
+            if size != length:
+                found = "is missing" if size is None else f"has {size:,} bytes in the place of {length:,}"
+                raise self._damaged(blob, digest, found)
+
     def _map(self, blob: Blob, folder: LocalFolder) -> memoryview:
         names = [_part_name(digest) for digest in blob.digests]
         try:
             return folder.map_files(names, chunk_size(blob.size), blob.size)
         except (OSError, ValueError) as error:
+            if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+                raise SaveError(f"{self.folder.url}: more than this system can map, restore without mmap") from error
             raise self._damaged(blob, "", f"cannot be mapped: {error}") from error
 
     def _read(self, blob: Blob, digest: str, view: memoryview) -> None:
@@ -617,7 +627,10 @@ def _split(replace: Mapping[str, Any], parts: set[str]) -> tuple[dict[str, Any],
     """Replacements in the payload, and those in each part by its path."""
     outer: dict[str, Any] = {}
     inner: dict[str, dict[str, Any]] = {}
-    steps = {parse(path).steps: path for path in parts} if replace else {}
+    steps = {}
+    for path in parts if replace else ():
+        with contextlib.suppress(ValueError):  # of a part that is too deep for a path
+            steps[parse(path).steps] = path
     for path, value in replace.items():
         own = parse(path).steps
         part = next((steps[own[:length]] for length in range(len(own)) if own[:length] in steps), None)

@@ -207,7 +207,8 @@ def captured_by(scene: Scene, index: int, origin: Origin | None) -> str:
     """``; captured as global `lock` by train_func at train.py:12``."""
     if origin is None:
         return ""
-    words = f"; captured as {origin.how} `{origin.name}`" if origin.name else f"; captured as {origin.how}"
+    how = "bound as" if origin.how == "self" else f"captured as {origin.how}"
+    words = f"; {how} `{origin.name}`" if origin.name else f"; {how}"
     if origin.captured != index:
         words += f" ({scene.x.subject(origin.captured).type})"
     words += f" by {scene.path(origin.by)}"

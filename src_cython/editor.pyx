@@ -16,8 +16,8 @@ cimport cython
 from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytes cimport PyBytes_FromStringAndSize
 from cpython.mem cimport PyMem_RawFree, PyMem_RawMalloc, PyMem_RawRealloc
-from libc.stdint cimport uint8_t, uint32_t, uint64_t
-from libc.string cimport memchr, memcpy, memset
+from libc.stdint cimport int32_t, uint8_t, uint32_t, uint64_t
+from libc.string cimport memchr, memcmp, memcpy, memset
 
 from buffer cimport FRAME_HEADER_SIZE, FRAME_SIZE_MIN, FRAME_SIZE_TARGET, put_u32, put_u64
 from nodes cimport *
@@ -37,6 +37,8 @@ cdef enum SlotKind:
 cdef enum:
     # A memo reference is never larger than this: LONG_BINGET, or GET with ten digits and a newline.
     LONGEST_GET = 16
+    # Bytes of a string up to which a path has it whole (see fastcap.paths).
+    SHORT_TEXT = 60
 
 cdef uint64_t NOWHERE = 0xFFFFFFFFFFFFFFFFULL  # no offset
 
@@ -415,6 +417,68 @@ cdef class Slots:
             if self.slots[i].place == place:
                 return i
         return -1
+
+    def candidates(self, text, number):
+        """Numbers of the slots that a look-up by name has to look at: those of dict entries with another key are not.
+
+        ``text`` is the key in UTF-8, ``number`` the key as an int; None for either: no such key can be meant. Keys that
+        are long, odd or private (there may be more to what is under them) count as candidates, too.
+        """
+        cdef Py_ssize_t i, size
+        cdef Slot* slot
+        cdef Slot* key
+        cdef const uint8_t* p
+        cdef bint wants_text = text is not None
+        cdef bytes wanted = text or b""
+        cdef object value
+        cdef list found = []
+        for i in range(self.count):
+            slot = self.slots + i
+            if slot.place >> ROLE_SHIFT == ROLE_PAIR:
+                key = slot if not slot.place & 1 else slot - 1 if i else slot
+                if key.kind == SLOT_ATOM:
+                    if key == slot:
+                        continue
+                    value = self.small_int(key)
+                    if value is not None and value != number:
+                        continue
+                else:
+                    p = self.short_text(key, &size)
+                    if p != NULL and (key == slot or (size and p[0] != 95 and not (
+                            wants_text and size == len(wanted) and memcmp(p, <const char*>wanted, size) == 0))):
+                        continue
+            found.append(i)
+        return found
+
+    cdef object small_int(self, Slot* slot):
+        """The int that an atom is, if its opcode is one of the short ones."""
+        cdef Cursor cursor
+        cdef Opcode code
+        cdef const uint8_t* p
+        if slot.op != OP_BININT1 and slot.op != OP_BININT2 and slot.op != OP_BININT:
+            return None
+        self.program.seek(&cursor, slot.start)
+        self.program.decode(&cursor, &code)
+        p = self.program.skeleton + cursor.at + 1
+        return <int32_t>little(p, 4) if slot.op == OP_BININT else <object>little(p, code.kept - 1)
+
+    cdef const uint8_t* short_text(self, Slot* slot, Py_ssize_t* size) except? NULL:
+        """The characters of a string that can stand in a path as it is, borrowed; NULL if it is something else."""
+        cdef Cursor cursor
+        cdef Opcode code
+        cdef const Node* node
+        size[0] = 0
+        if slot.target >= self.program.n:
+            return NULL
+        node = self.program.nodes + slot.target
+        if node.op != OP_SHORT_BINUNICODE and node.op != OP_BINUNICODE:
+            return NULL
+        self.program.seek(&cursor, node.start)
+        self.program.decode(&cursor, &code)
+        size[0] = code.kept - OPS[node.op].header
+        if code.op != node.op or code.hole or not 0 < size[0] <= SHORT_TEXT:
+            return NULL
+        return self.program.skeleton + cursor.at + OPS[node.op].header
 
     cdef int odd(self, uint64_t net) except -1:
         raise EditError(f"the opcodes at net offset {net} are put together as no pickler does it")

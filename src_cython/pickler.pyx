@@ -195,6 +195,20 @@ cdef extern from "Python.h":
 cdef extern from *:
     # Slots of a type that Cython's own declaration of PyTypeObject lacks.
     """
+    /* Whether a callable's __name__ may be "__newobj__" or "__newobj_ex__", without making a string of it and without
+       running code. A class name is tp_name, or what comes after its last dot (type_name in Objects/typeobject.c); the
+       __name__ of these three is a data descriptor, which nothing of their own hides. */
+    static inline int fastcap_may_be_newobj(PyObject *f) {
+        if (Py_TYPE(f) == &PyType_Type) return strstr(((PyTypeObject *)f)->tp_name, "__newobj") != NULL;
+        if (PyCFunction_CheckExact(f)) return strstr(((PyCFunctionObject *)f)->m_ml->ml_name, "__newobj") != NULL;
+        if (Py_TYPE(f) == &PyFunction_Type) {
+            PyObject *name = ((PyFunctionObject *)f)->func_name;
+            /* Of an empty name this reads the 0 at its end; one that is not compact may not be ready. */
+            return !PyUnicode_IS_COMPACT(name) || PyUnicode_READ_CHAR(name, 0) == '_';
+        }
+        return 1;
+    }
+    static inline int fastcap_is_method_descriptor(PyObject *d) { return Py_TYPE(d) == &PyMethodDescr_Type; }
     static inline int fastcap_generic_getattr(PyTypeObject *t) { return t->tp_getattro == PyObject_GenericGetAttr; }
     static inline int fastcap_has_new(PyTypeObject *t) { return t->tp_new != NULL; }
     static inline Py_ssize_t fastcap_item_size(PyTypeObject *t) { return t->tp_itemsize; }
@@ -220,6 +234,8 @@ cdef extern from *:
         return size;
     }
     """
+    bint fastcap_may_be_newobj(PyObject*) noexcept
+    bint fastcap_is_method_descriptor(PyObject*) noexcept
     bint fastcap_generic_getattr(PyTypeObject*) noexcept
     bint fastcap_has_new(PyTypeObject*) noexcept
     Py_ssize_t fastcap_item_size(PyTypeObject*) noexcept
@@ -962,10 +978,8 @@ cdef int run(Pickler self) except -1:
             pushed = step_set(self, f)
         elif kind == K_FROZENSET:
             pushed = step_frozenset(self, f)
-        elif kind == K_BATCH_LIST:
-            pushed = step_batch_list(self, f)
-        elif kind == K_BATCH_DICT:
-            pushed = step_batch_dict(self, f)
+        elif kind == K_BATCH_LIST or kind == K_BATCH_DICT:
+            pushed = step_batch(self, f)
         elif kind == K_GLOBAL:
             pushed = step_global(self, f)
         elif kind == K_NESTED:
@@ -2654,19 +2668,32 @@ cdef int step_frozenset(Pickler self, Frame* f) except -1:
     return 0
 
 
-cdef int step_batch_list(Pickler self, Frame* f) except -1:
-    """batch_list: the items of an iterator.
+cdef int step_batch(Pickler self, Frame* f) except -1:
+    """batch_list and batch_dict: the items or pairs of an iterator; obj is the one to be saved, pos what of a pair is.
 
     Step 0 opens a batch, 1 ends a single item, 2 comes after the first of several items and 3 after each later one;
     protocol 0 knows no batches: step 4 fetches an item, 5 appends it.
     """
+    cdef bint pairs = f.kind == K_BATCH_DICT
     cdef PyObject* item
     while True:
+        if f.obj != NULL:
+            item = f.obj
+            if pairs:
+                while f.pos < 2:
+                    f.pos += 1
+                    if save(self, tuple_item(item, f.pos - 1), OWN_TEMPORARY if refcount(item) == 1 else OWN_UNKNOWN):
+                        return 1
+                f.pos = 0
+                f.obj = NULL
+                decref(item)
+            else:
+                f.obj = NULL
+                if save_owned(self, item):
+                    return 1
         if f.step == 0:
-            item = next_item(self, f)
-            if item == NULL:
+            if not take_item(f, next_item(self, f)):
                 return 0
-            f.obj = item
             f.b = next_item(self, f)
             if f.b == NULL:
                 f.step = 1
@@ -2675,35 +2702,36 @@ cdef int step_batch_list(Pickler self, Frame* f) except -1:
                 f.batch = 1
                 put(self, OP_MARK)
         elif f.step == 1:
-            put(self, OP_APPEND)
+            put(self, OP_SETITEM if pairs else OP_APPEND)
             return 0
         elif f.step == 2:
-            f.obj = f.b
+            item = f.b
             f.b = NULL
             f.step = 3
+            take_item(f, item)
         elif f.step == 3:
             f.batch += 1
             if f.batch == BATCH_SIZE:
-                put(self, OP_APPENDS)
+                put(self, OP_SETITEMS if pairs else OP_APPENDS)
                 f.step = 0
-                continue
-            f.obj = next_item(self, f)
-            if f.obj == NULL:
-                put(self, OP_APPENDS)
+            elif not take_item(f, next_item(self, f)):
+                put(self, OP_SETITEMS if pairs else OP_APPENDS)
                 return 0
         elif f.step == 4:
-            f.obj = next_item(self, f)
-            if f.obj == NULL:
+            if not take_item(f, next_item(self, f)):
                 return 0
             f.step = 5
         else:
-            put(self, OP_APPEND)
+            put(self, OP_SETITEM if pairs else OP_APPEND)
             f.step = 4
-            continue
-        item = f.obj
-        f.obj = NULL
-        if save_owned(self, item):
-            return 1
+
+
+cdef inline bint take_item(Frame* f, PyObject* item) except -1:
+    """Let a frame own an iterator's item, and save it next; False for NULL. What has to be a pair is checked."""
+    f.obj = item
+    if item != NULL and f.kind == K_BATCH_DICT:
+        check_pair(item)
+    return item != NULL
 
 
 cdef inline PyObject* next_item(Pickler self, Frame* f) except? NULL:
@@ -2719,61 +2747,6 @@ cdef int save_owned(Pickler self, PyObject* obj) except -1:
         return save(self, obj, OWN_TEMPORARY)      # the iterator's reference, now ours, is the owner's
     finally:
         decref(obj)
-
-
-cdef int step_batch_dict(Pickler self, Frame* f) except -1:
-    """batch_dict: the pairs of an iterator; steps as in step_batch_list, obj and pos say what of a pair is written."""
-    cdef PyObject* pair
-    while True:
-        if f.obj != NULL:
-            while f.pos < 2:
-                f.pos += 1
-                if save(self, tuple_item(f.obj, f.pos - 1), OWN_TEMPORARY if refcount(f.obj) == 1 else OWN_UNKNOWN):
-                    return 1
-            f.pos = 0
-            pair = f.obj
-            f.obj = NULL
-            decref(pair)
-        if f.step == 0:
-            f.obj = next_item(self, f)
-            if f.obj == NULL:
-                return 0
-            check_pair(f.obj)
-            f.b = next_item(self, f)
-            if f.b == NULL:
-                f.step = 1
-            else:
-                f.step = 2
-                f.batch = 1
-                put(self, OP_MARK)
-        elif f.step == 1:
-            put(self, OP_SETITEM)
-            return 0
-        elif f.step == 2:
-            f.obj = f.b
-            f.b = NULL
-            check_pair(f.obj)
-            f.step = 3
-        elif f.step == 3:
-            f.batch += 1
-            if f.batch == BATCH_SIZE:
-                put(self, OP_SETITEMS)
-                f.step = 0
-                continue
-            f.obj = next_item(self, f)
-            if f.obj == NULL:
-                put(self, OP_SETITEMS)
-                return 0
-            check_pair(f.obj)
-        elif f.step == 4:
-            f.obj = next_item(self, f)
-            if f.obj == NULL:
-                return 0
-            check_pair(f.obj)
-            f.step = 5
-        else:
-            put(self, OP_SETITEM)
-            f.step = 4
 
 
 cdef int check_pair(PyObject* pair) except -1:
@@ -3187,8 +3160,10 @@ cdef int save_reducible(Pickler self, PyObject* obj, PyTypeObject* t, bint hooke
     elif PyType_IsSubtype(t, &PyType_Type):
         return save_global(self, <object>obj, None)
     else:
-        function = lookup(<object>obj, S_reduce_ex)
-        if function is not MISSING:
+        function = reduce_ex_of(obj, t)
+        if function is not None:
+            value = function(<object>obj, self.proto)
+        elif (function := lookup(<object>obj, S_reduce_ex)) is not MISSING:
             value = function(self.proto)
         else:
             function = lookup(<object>obj, S_reduce)
@@ -3197,6 +3172,18 @@ cdef int save_reducible(Pickler self, PyObject* obj, PyTypeObject* t, bint hooke
             value = function()
     called(self)
     return save_value(self, value, obj)
+
+
+cdef object reduce_ex_of(PyObject* obj, PyTypeObject* t):
+    """__reduce_ex__ of an object's class, to be called with the object first, where obj.__reduce_ex__ is a method in C.
+
+    Anything else is None. Saves making the bound method.
+    """
+    cdef PyObject* found
+    if not fastcap_generic_getattr(t) or fastcap_has_dict(t):
+        return None
+    found = _PyType_Lookup(t, <PyObject*>S_reduce_ex)
+    return <object>found if found != NULL and fastcap_is_method_descriptor(found) else None
 
 
 cdef int save_value(Pickler self, object value, PyObject* obj) except -1:
@@ -3441,7 +3428,7 @@ cdef int begin_reduce(Pickler self, PyObject* value, PyObject* obj) except -1:
     f = push(self, K_REDUCE, obj)
     f.a = value
     incref(value)
-    if self.proto >= 2 and function != <PyObject*>&PyType_Type:
+    if self.proto >= 2 and fastcap_may_be_newobj(function):
         name = lookup(<object>function, S_name)
         self.epoch += 1
         if isinstance(name, str):

@@ -29,6 +29,8 @@ class Slots:
         """(role, position, start, end, target, kind, opcode, consumer); ``target`` is -1 for an atom."""
     def consumer(self, number: int, /) -> tuple[int, int, int, int, int]:
         """(net offset of its MARK or -1, its net offset, first slot, slots, opcode)."""
+    def candidates(self, text: bytes | None, number: int | None, /) -> list[int]:
+        """Numbers of the slots that a look-up by name has to look at."""
     def at(self, role: int, position: int, /) -> int: ...  # -1 if there is none
 
 class Rewriter:
