@@ -58,3 +58,10 @@ class NotPicklable(FastcapError, TypeError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (str(self), self.findings)
+
+
+class UnknownRay(FastcapError, RuntimeError):
+    """The installed Ray is not built as `fastcap.ray` expects; the message names its version and the place.
+
+    Nothing has been changed in Ray then.
+    """
