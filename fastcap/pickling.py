@@ -19,11 +19,14 @@ import weakref
 from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from fastcap._native import pickler as _native
 from fastcap._native.reducers import Flavor, Reducer
 from fastcap.errors import FastcapError
+
+if TYPE_CHECKING:
+    from fastcap.stores import Store
 
 __all__ = [
     "FLAVORS",
@@ -176,13 +179,24 @@ def dumps(
     *,
     compact: bool = False,
     flavor: str = "cloudpickle",
+    store: Store | None = None,
+    min_size: int | str | None = None,
 ) -> bytes:
     """Pickle `obj` and return the bytes that ``flavor.dumps(obj, protocol, buffer_callback)`` would return.
 
     With ``compact=True`` they load to an equal object with the same sharing, but are fewer. ``protocol`` is the
     flavor's default, the highest one, unless it is given. Raises what the flavor raises: most often TypeError or
     pickle.PicklingError; ValueError for a `flavor` that is not in `FLAVORS`, ImportError for one that is not installed.
+
+    With a ``store``, a part of the payload that takes at least ``min_size`` (bytes, or such as ``"1 MiB"``, which is
+    the default) and is nothing but data goes there, and the bytes say how to get it back: see `fastcap.slimming`.
+    What is smaller than that as a whole is pickled as without a store.
     """
+    if store is not None:
+        data: bytes = _slimming().slim_dumps(obj, store, min_size, protocol, buffer_callback, compact, flavor)
+        return data
+    if min_size is not None:
+        raise TypeError("min_size is the smallest part that goes to a store, but there is no store")
     return _dumps(_flavors.get(flavor) or _flavor(flavor), obj, protocol, buffer_callback, compact)
 
 
@@ -194,9 +208,21 @@ def dump(
     *,
     compact: bool = False,
     flavor: str = "cloudpickle",
+    store: Store | None = None,
+    min_size: int | str | None = None,
 ) -> None:
     """Pickle `obj` into `file`, whose ``write`` gets bytes or memoryviews. See `dumps`."""
+    if store is not None:
+        _slimming().slim_dump(obj, file, store, min_size, protocol, buffer_callback, compact, flavor)
+        return
+    if min_size is not None:
+        raise TypeError("min_size is the smallest part that goes to a store, but there is no store")
     _dump(_flavors.get(flavor) or _flavor(flavor), obj, file, protocol, buffer_callback, compact)
+
+
+def _slimming() -> Any:
+    # It stands on this module; loaded by name, because only dumps into a store need it and what it brings along.
+    return importlib.import_module("fastcap.slimming")
 
 
 def _dumps(
@@ -227,24 +253,61 @@ def _dump(
     protocol: int | None,
     buffer_callback: BufferCallback | None,
     compact: bool,
+    setup: Setup | None = None,
 ) -> None:
     if _watchers and not isinstance(file, _Tee):
         tee = _Tee(flavor, file, buffer_callback)
         with tee.watching(obj):
-            _dump(flavor, obj, tee, protocol, tee.buffer_callback, compact)
+            _dump(flavor, obj, tee, protocol, tee.buffer_callback, compact, setup)
         return
     hooks = flavor.hooks()
     if hooks is None:
-        _dump_with_class(flavor, obj, file, protocol, buffer_callback, compact)
+        _dump_with_class(flavor, obj, file, protocol, buffer_callback, compact, setup)
         return
     if protocol is None:
         protocol = flavor.module.DEFAULT_PROTOCOL
     pickler = _native.Pickler(file, protocol, True, buffer_callback, compact=compact)
     pickler.dispatch_table, pickler._native_reduce = hooks
+    if setup is not None:
+        setup(pickler)
     try:
         pickler.dump(obj)
     except RecursionError as error:
         raise _too_deep(error) from error
+
+
+Setup = Callable[[_native.Pickler], None]
+"""Gets the encoder of a dump before it begins."""
+
+
+def dump_prepared(
+    obj: Any,
+    file: Writable,
+    protocol: int | None = None,
+    buffer_callback: BufferCallback | None = None,
+    *,
+    compact: bool = False,
+    flavor: str = "cloudpickle",
+    setup: Setup,
+    watched: bool,
+) -> None:
+    """`dump` whose encoder is set up by the caller; unless it is ``watched``, nothing is told of it (`watch_dumps`)."""
+    own = _flavor(flavor)
+    if not watched:
+        file = _Tee(own, file, None)
+        if buffer_callback is not None:
+            raise TypeError("a dump that is not watched has no buffer_callback")
+    _dump(own, obj, file, protocol, buffer_callback, compact, setup)
+
+
+def write_dumped(obj: Any, file: Writable, data: bytes, *, flavor: str = "cloudpickle") -> None:
+    """Write what an unwatched dump of `obj` has made; `watch_dumps` sees it as the dump."""
+    if not _watchers:
+        file.write(data)
+        return
+    tee = _Tee(_flavor(flavor), file, None)
+    with tee.watching(obj):
+        tee.write(data)
 
 
 def trace(
@@ -304,11 +367,14 @@ def _dump_with_class(
     protocol: int | None,
     buffer_callback: BufferCallback | None,
     compact: bool,
+    setup: Setup | None = None,
 ) -> None:
     """Dump through an instance of the flavor's Pickler, for when other code has patched or replaced that class."""
     pickler = flavor.module.Pickler(file, protocol=protocol, buffer_callback=buffer_callback)
-    if compact:
-        route = _Route(flavor, file, pickler.proto, buffer_callback, compact=True)
+    if compact or setup is not None:
+        route = _Route(flavor, file, pickler.proto, buffer_callback, compact=compact)
+        if setup is not None:
+            setup(route.open())
         _routed_dump(pickler, route, obj)
     else:
         pickler.dump(obj)

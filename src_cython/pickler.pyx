@@ -437,6 +437,9 @@ cdef class Pickler:
     cdef object on_unpicklable      # None, or called with (object, exception) in the place of raising
     cdef bint fatal                 # the dump has to end: the file failed, or nesting has no end
     cdef set fast_memo              # addresses of the objects on the stack, fast mode only
+    cdef dict replacements          # None, or address of an object -> reduce value to write in its place
+    cdef dict recorded              # None, or address of an object -> (object, reduce value), to be used again
+    cdef bint careful               # there are persistent ids or replacements: each object is looked up first
 
     def __cinit__(self, *args, **kwargs):
         memo_zero(&self.memo_table)
@@ -582,6 +585,7 @@ cdef class Pickler:
         self.pers_func = value
         self.pers_bound = False
         self.has_pers = True
+        self.careful = True
 
     @persistent_id.deleter
     def persistent_id(self):
@@ -615,6 +619,31 @@ cdef class Pickler:
     @_on_unpicklable.setter
     def _on_unpicklable(self, value):
         self.on_unpicklable = value
+
+    @property
+    def _replacements(self):
+        """None, or a dict from the ids of objects to the reduce values that are written in their place.
+
+        Objects of every type are looked up, but for None, numbers, strings of at most 255 characters, and the state of
+        an instance that has no reducer of its own. Whoever sets it keeps the objects alive.
+        """
+        return self.replacements
+
+    @_replacements.setter
+    def _replacements(self, value):
+        self.replacements = value
+
+    @property
+    def _recorded(self):
+        """None, or a dict that remembers the reduce value of each object, by the object's id.
+
+        Objects that are in it are not asked again. So two dumps that share the dict meet the same temporary objects.
+        """
+        return self.recorded
+
+    @_recorded.setter
+    def _recorded(self, value):
+        self.recorded = value
 
 
 # The base class's own descriptors, to tell whether a subclass has others.
@@ -873,6 +902,7 @@ cdef int dump_once(Pickler self, PyObject* obj) except -1:
     if SINCE_313 and type(self) is not Pickler:
         look_up_persistent_id(self)
     look_up_reducers(self)
+    self.careful = self.has_pers or self.replacements is not None
     if self.proto >= 2:
         put(self, OP_PROTO)
         put(self, self.proto)
@@ -1381,7 +1411,7 @@ cdef int relabel(Memo* memo, Py_ssize_t position) except -1:
 
 cdef inline int save(Pickler self, PyObject* obj, int own) except -1:
     """Save `obj`, a reference the caller may lose as soon as user code runs; `own` is explained at `alone`."""
-    if self.out.next >= self.out.limit or self.has_pers:
+    if self.out.next >= self.out.limit or self.careful:
         return save_carefully(self, obj, own)
     return save_object(self, obj, own)
 
@@ -1449,16 +1479,31 @@ cdef int save_leaf_text(Pickler self, PyObject* obj, int own) except -1:
 
 
 cdef int save_carefully(Pickler self, PyObject* obj, int own) except -1:
-    """An opcode boundary that may write to the file, and the persistent id."""
+    """An opcode boundary that may write to the file, a replacement, the persistent id."""
     incref(obj)
     try:
         if self.out.next >= self.out.limit:
             boundary(self)
+        if self.replacements is not None:
+            value = self.replacements.get(<size_t>obj)
+            if value is not None:
+                return save_replacement(self, value, obj)
         if self.has_pers:
             return save_pers(self, obj, own + 1)
         return save_object(self, obj, own + 1)
     finally:
         decref(obj)
+
+
+cdef int save_replacement(Pickler self, object value, PyObject* obj) except -1:
+    """Write `value` for `obj`, the first time: after that it is in the memo, whatever compact mode thinks of it."""
+    cdef size_t slot
+    cdef Py_ssize_t position = memo_find(&self.memo_table, obj, &slot)
+    if position >= 0:
+        return put_get(self, position)
+    if not isinstance(value, tuple):
+        raise PicklingError(f"the replacement of an object must be a tuple, not {type_name(value)}")
+    return begin_reduce(self, <PyObject*>value, obj)
 
 
 cdef int save_pers(Pickler self, PyObject* obj, int own) except -1:
@@ -2834,6 +2879,10 @@ cdef int save_reducible(Pickler self, PyObject* obj, PyTypeObject* t, bint hooke
     """The general way: get a reduce value for `obj`, of which the caller has a reference."""
     value = None
     function = None
+    if self.recorded is not None:
+        value = recall(self, obj)
+        if value is not None:
+            return save_value(self, value, obj)
     if self.has_override:
         value = self.override(<object>obj)
         called(self)
@@ -2873,9 +2922,38 @@ cdef int save_value(Pickler self, object value, PyObject* obj) except -1:
         return save_global(self, <object>obj, value)
     if not isinstance(value, tuple):
         raise PicklingError("__reduce__ must return a string or tuple")
+    if self.recorded is not None:
+        value = remember(self, <tuple>value, obj)
     if self.rebuild_tensor is not None and len(<tuple>value) == 2 and (<tuple>value)[0] is self.rebuild_tensor:
         value = compact_tensor(self, <tuple>value)
     return begin_reduce(self, <PyObject*>value, obj)
+
+
+cdef object recall(Pickler self, PyObject* obj):
+    """The reduce value that an object has given before, with new iterators over its items; None if there is none."""
+    entry = self.recorded.get(<size_t>obj)
+    if entry is None:
+        return None
+    _, value = entry
+    if not isinstance(value, tuple):
+        raise PicklingError(f"a recorded reduce value must be a tuple, not {type_name(value)}")
+    if len(<tuple>value) > 3:
+        return (*value[:3], *[iter(part) if type(part) is list else part for part in value[3:5]], *value[5:])
+    return value
+
+
+cdef tuple remember(Pickler self, tuple value, PyObject* obj):
+    """Note the reduce value of an object, its items in lists; returns one to go on with."""
+    cdef dict recorded = self.recorded
+    if (<size_t>obj) in recorded:
+        return value
+    kept = value
+    if len(value) > 3:
+        # Asking for the items may run code that does anything, also to `self.recorded`.
+        kept = (*value[:3], *[list(part) if PyIter_Check(<PyObject*>part) else part for part in value[3:5]], *value[5:])
+        value = (*kept[:3], *[iter(part) if type(part) is list else part for part in kept[3:5]], *kept[5:])
+    recorded[<size_t>obj] = (<object>obj, kept)
+    return value
 
 
 cdef object dispatched(Pickler self, PyTypeObject* t):

@@ -17,7 +17,7 @@ FLOORS = [
     {"_native", "report", "paths"},
     {"render", "comparison", "pickling", "stores", "inert", "limits"},
     {"explain", "config", "external", "render.layout"},
-    {"findings", "opening", "render.text", "render.diff", "render.folded", "render.html"},
+    {"findings", "opening", "slimming", "render.text", "render.diff", "render.folded", "render.html"},
     {"analysis"},
     {"checking"},
     {"targets", "editing", "record", "ray"},
@@ -32,11 +32,11 @@ RESERVED = {
     "click": {"cli"},
     "rich": {"cli", "render.layout"},
     "pytest": {"pytest_plugin"},
-    "pickle": {"pickling", "editing", "analysis"},
+    "pickle": {"pickling", "editing", "analysis", "slimming"},
 }
 
 # Who may use the native core; what only shows reports must work without it.
-NATIVE_USERS = {"pickling", "analysis", "explain", "inert", "external", "opening", "editing", "record"}
+NATIVE_USERS = {"pickling", "analysis", "explain", "inert", "external", "opening", "editing", "record", "slimming"}
 
 
 def module_name(path):

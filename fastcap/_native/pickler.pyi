@@ -35,6 +35,8 @@ class Pickler:
     def memo(self, value: PicklerMemoProxy | dict[int, tuple[int, Any]]) -> None: ...
     _native_reduce: Callable[[Pickler, Any], Any] | None
     _on_unpicklable: Callable[[Any, Exception], int] | None
+    _replacements: dict[int, tuple[Any, ...]] | None
+    _recorded: dict[int, tuple[Any, tuple[Any, ...]]] | None
     def __init__(
         self,
         file: _Writer,
