@@ -129,11 +129,12 @@ def test_what_is_captured(what):
     remote = ray.remote(in_closure(thing))
     assert ray.get(remote.remote(fingerprint)) == fingerprint(thing)
     assert export_size(remote) < 10_000
-    assert [entry["name"] for entry in entries()] == ["use"]
-    (entry,) = entries()
-    assert entry["path"] == "use<closure thing>"
-    assert entry["size"] >= SIZE // 2
-    assert str(os.getpid()) in entry["where"]
+    assert sum(entry["size"] for entry in entries()) >= SIZE // 2
+    assert len(entries()) == 1 or what == "table"  # Ray may take a table apart
+    for entry in entries():
+        assert entry["name"] == "use"
+        assert entry["path"].startswith("use<closure thing>")
+        assert str(os.getpid()) in entry["where"]
 
 
 def test_arrays_are_read_only_and_in_shared_memory():
@@ -498,7 +499,6 @@ def test_actor_classes_let_go_of_their_parts():
     actor = ray.remote(num_cpus=0)(Holder).remote()
     del Holder
     assert ray.get(actor.total.remote()) == data.sum()
-    assert len(entries()) == 1
     gc.collect()
     wait_until(lambda: entries() == [])
     assert ray.get(actor.total.remote()) == data.sum()  # it has loaded its class
@@ -604,7 +604,7 @@ def test_a_store_of_ones_own():
     from fastcap.stores import RayStore
 
     fastcap.ray.uninstall()
-    data = [{"weights": np.arange(SIZE / 8)}, Copying(1)]
+    data = [{"weights": np.arange(SIZE / 8)}, Copying(np.zeros(1))]
     store = RayStore()
     payload = fastcap.dumps(data, store=store, min_size=SIZE // 2)
     assert len(payload) < 5000

@@ -1,4 +1,7 @@
-"""Ray's own words about sizes and pickling, with fastcap's verdict after them. Nothing is done until Ray says something."""
+"""Ray's own words about sizes and pickling, with fastcap's verdict after them.
+
+Nothing is done until Ray says something.
+"""
 
 from __future__ import annotations
 

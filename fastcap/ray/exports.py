@@ -20,8 +20,8 @@ from typing import Any
 import ray
 
 import fastcap
-from fastcap.ray.explaining import append, verdict_on_payload
-from fastcap.ray.parts import FLAVOR, SHELF, ExportStore, Predicate, current_session, keep_beyond_driver
+from fastcap.ray.explaining import append, verdict_on_object, verdict_on_payload
+from fastcap.ray.parts import FLAVOR, SHELF, ExportStore, Predicate, global_worker, keep_beyond_driver
 
 logger = logging.getLogger("fastcap.ray")
 
@@ -67,7 +67,7 @@ class Exporter:
 
         None if Ray should pickle it: without a cluster there is no store, and what cannot be pickled is Ray's to tell.
         """
-        if current_session() is None:
+        if not global_worker().connected:
             return None
         settings = self.settings
         name = self.now.registering[2] if self.now.registering else getattr(obj, "__name__", type(obj).__name__)
@@ -170,7 +170,7 @@ class Exporter:
                 data: bytes | None = None
             else:
                 registry, category, key = registering
-                if current_session() is None:
+                if not global_worker().connected:
                     self.unflushed[category, key] = (registry, obj)
                 data = self.dumps(obj, ("tune", category, key), None)
             return own.dumps_debug(obj, *args, **kwargs) if data is None else data
@@ -187,8 +187,12 @@ class Exporter:
                 own(registry, category, key, value)
             except Exception as error:
                 payload = registry._to_flush.get((category, key))
-                if self.settings.explain and payload is not None:  # it was pickled, and would not go to the cluster
-                    append(error, verdict_on_payload(payload))
+                if self.settings.explain:
+                    broken = isinstance(error, (TypeError, pickle.PicklingError))
+                    if broken:
+                        append(error, verdict_on_object(value))
+                    elif payload is not None:  # it was pickled, and would not go to the cluster
+                        append(error, verdict_on_payload(payload))
                 raise
             finally:
                 self.now.registering = before
@@ -196,7 +200,7 @@ class Exporter:
         return register
 
     def tuner_pickle(self, own: ModuleType) -> ModuleType:
-        """For the module that ``ray.tune.impl.tuner_internal`` pickles with, both a file and to see whether it works."""
+        """For the module that ``ray.tune.impl.tuner_internal`` pickles with: a file, and to see whether that works."""
 
         def dumps(obj: Any, *args: Any, **kwargs: Any) -> bytes:
             if obj is not self.now.validating or obj is None or args or kwargs:
@@ -251,7 +255,7 @@ class Exporter:
     def close(self) -> None:
         """Have what was exported with parts exported anew when it is used next; the parts are not touched."""
         self.unflushed.clear()
-        worker = ray._private.worker.global_worker
+        worker = global_worker()
         if not worker.connected:
             return
         for function in list(self.functions):

@@ -1,4 +1,4 @@
-"""Where `fastcap.ray` stands in for a function of Ray: the places, what they must look like, and how they are exchanged.
+"""Where `fastcap.ray` stands in for functions of Ray: the places, what they must look like, and the exchange.
 
 A place is looked at in Ray's source files, which imports nothing: a change in any of them is noticed before anything is
 exchanged, also in the parts of Ray that a program never loads. Those are exchanged when they are imported.
@@ -65,7 +65,7 @@ HOOKS: Final = (
     ),
     Hook(
         "ray.actor", "ActorClass._remote", ("self", "args", "kwargs"),
-        mentions=("__ray_metadata__", "last_export_cluster_and_job", "export_actor_class", "modified_class", "lifetime"),
+        mentions=("__ray_metadata__", "last_export_cluster_and_job", "export_actor_class", "lifetime"),
     ),
     Hook("ray.remote_function", "RemoteFunction.__getstate__", ("self",)),
     # Tune, and Train v1 on top of it.

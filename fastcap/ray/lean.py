@@ -42,28 +42,30 @@ def with_captures(trainable: Any, *, min_size: int | str = "1 MiB", writable: bo
 
 
 def _function_of(trainable: Callable[..., Any], payload: bytes) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call_now(*args: Any, **kwargs: Any) -> Any:
         return pickle.loads(payload)(*args, **kwargs)
 
-    if inspect.isgeneratorfunction(trainable):  # Tune treats them otherwise
+    def call_bit_by_bit(*args: Any, **kwargs: Any) -> Any:
+        yield from pickle.loads(payload)(*args, **kwargs)
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            yield from pickle.loads(payload)(*args, **kwargs)
-
+    # Tune looks at what it is given.
+    call: Any = call_bit_by_bit if inspect.isgeneratorfunction(trainable) else call_now
     for attribute in ("__name__", "__qualname__", "__doc__"):
         if isinstance(getattr(trainable, attribute, None), str):
             setattr(call, attribute, getattr(trainable, attribute))
     if isinstance(trainable, types.FunctionType):
         call.__dict__.update(trainable.__dict__)  # resources, mixins
-    call.__signature__ = inspect.signature(trainable)  # type: ignore[attr-defined]
+    call.__signature__ = inspect.signature(trainable)
     call.__module__ = "__main__"  # by value
-    return call
+    made: Callable[..., Any] = call
+    return made
 
 
 def _class_of(trainable: type, payload: bytes) -> type:
     """A class by which Ray and Tune know the other one; its instances are instances of that."""
     bases = _importable_bases(trainable)
-    body: dict[str, Any] = {"__module__": "__main__", "__doc__": trainable.__doc__, "__qualname__": trainable.__qualname__}
+    body: dict[str, Any] = {"__module__": "__main__"}
+    body |= {"__doc__": trainable.__doc__, "__qualname__": trainable.__qualname__}
 
     def __new__(cls: type, *args: Any, **kwargs: Any) -> Any:
         real = pickle.loads(payload)
@@ -101,17 +103,14 @@ def _importable_bases(cls: type) -> tuple[type, ...]:
 
 def _forward(name: str, method: Any) -> Any:
     """A method that is called on an instance of the real class, and looked at on this one."""
-    if inspect.iscoroutinefunction(method):
 
-        async def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return await getattr(self, name)(*args, **kwargs)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self, name)(*args, **kwargs)
 
-    else:
+    async def forward_later(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return await getattr(self, name)(*args, **kwargs)
 
-        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return getattr(self, name)(*args, **kwargs)
-
-    return _looking_like(forward, method)
+    return _looking_like(forward_later if inspect.iscoroutinefunction(method) else forward, method)
 
 
 def _forward_to_class(name: str, payload: bytes) -> Any:

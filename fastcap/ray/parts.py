@@ -103,7 +103,7 @@ class _Reference:
         self.reference = reference
 
     def __reduce__(self) -> Any:
-        context = ray._private.worker.global_worker.get_serialization_context()
+        context = global_worker().get_serialization_context()
         in_band = context.is_in_band_serialization()
         contained = context.get_and_clear_contained_object_refs()
         context.set_in_band_serialization()
@@ -266,7 +266,7 @@ class Shelf:
                     part.holders += 1
             if replace:
                 self._drop(before)
-            definition.tasks.add(ray._private.worker.global_worker.current_task_id)
+            definition.tasks.add(global_worker().current_task_id)
             self.sweep()
 
     def parts_of(self, key: Any, obj: Any) -> list[Part]:
@@ -374,9 +374,14 @@ Keep = Callable[[Any], tuple[Any, str]]
 SHELF: Final = Shelf()
 
 
+def global_worker() -> Any:
+    """Ray's object for this process."""
+    return ray._private.worker.global_worker
+
+
 def current_session() -> Any:
     """Which cluster and job this process is connected to, None if to none."""
-    worker = ray._private.worker.global_worker
+    worker = global_worker()
     return worker.current_cluster_and_job if worker.connected else None
 
 
@@ -391,7 +396,7 @@ def _whereabouts() -> str:
 
 def _is_quiet(tasks: set[Any]) -> bool:
     """Whether nothing is pending that these tasks, or the current one, have started."""
-    worker = ray._private.worker.global_worker
+    worker = global_worker()
     if not worker.connected:
         return False
     pending = worker.core_worker.get_pending_children_task_ids
@@ -421,7 +426,7 @@ def _is_unchanged(obj: Any, reference: Any) -> bool:
 
 
 def _is_same(one: Any, other: Any, met: dict[int, Any]) -> bool:
-    """Whether two objects have the same content and the same sharing; ``met`` has for objects of one those of the other."""
+    """Whether two objects have the same content and sharing; ``met`` has the counterparts of objects by their ids."""
     kind = type(one)
     if kind is not type(other):
         return False
@@ -455,7 +460,10 @@ def _is_same(one: Any, other: Any, met: dict[int, Any]) -> bool:
     return (
         stream == old_stream
         and len(buffers) == len(old_buffers)
-        and all(_have_same_bytes(numpy.frombuffer(a, "u1"), numpy.frombuffer(b, "u1")) for a, b in zip(buffers, old_buffers))
+        and all(
+            _have_same_bytes(numpy.frombuffer(new, "u1"), numpy.frombuffer(old, "u1"))
+            for new, old in zip(buffers, old_buffers)
+        )
     )
 
 
@@ -566,8 +574,9 @@ def keep_beyond_driver(reference: Any) -> tuple[Any, str]:
             return self.kept[-1:]
 
     Keeper.__module__ = "__main__"  # by value
+    remote: Any = ray.remote(num_cpus=0)
     actor = (
-        ray.remote(num_cpus=0)(Keeper)
+        remote(Keeper)
         .options(name=_KEEPER_NAME, namespace=_KEEPER_NAMESPACE, lifetime="detached", get_if_exists=True)
         .remote()
     )
