@@ -62,24 +62,23 @@ def _function_of(trainable: Callable[..., Any], payload: bytes) -> Callable[...,
 
 
 def _class_of(trainable: type, payload: bytes) -> type:
-    """A class by which Ray and Tune know the other one; its instances are instances of that."""
+    """A class by which Ray and Tune know the other one; its instances become instances of that."""
     bases = _importable_bases(trainable)
+    inherited = type("Bases", bases, {})
+    if trainable.__new__ is not inherited.__new__ or "__slots__" in vars(trainable):
+        name = trainable.__qualname__
+        raise TypeError(f"with_captures cannot stand in for {name}, which has its own __new__ or __slots__")
     body: dict[str, Any] = {"__module__": "__main__"}
     body |= {"__doc__": trainable.__doc__, "__qualname__": trainable.__qualname__}
 
-    def __new__(cls: type, *args: Any, **kwargs: Any) -> Any:
-        real = pickle.loads(payload)
-        return real.__new__(real) if real.__new__ is object.__new__ else real.__new__(real, *args, **kwargs)
-
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        # Ray calls this with what __new__ has made; that is no instance of this class, and Python itself would not.
-        type(self).__init__(self, *args, **kwargs)
+        self.__class__ = pickle.loads(payload)
+        self.__init__(*args, **kwargs)
 
     __init__.__signature__ = inspect.signature(trainable.__init__)  # type: ignore[attr-defined,misc]
-    inherited = type("Bases", bases, {})
     for name in dir(trainable):
         value = inspect.getattr_static(trainable, name)
-        if name in ("__new__", "__init__") or value is inspect.getattr_static(inherited, name, None):
+        if name == "__init__" or value is inspect.getattr_static(inherited, name, None):
             continue
         if isinstance(value, (staticmethod, classmethod)):
             body[name] = staticmethod(_forward_to_class(name, payload))
@@ -87,7 +86,7 @@ def _class_of(trainable: type, payload: bytes) -> type:
             body[name] = _forward(name, value)
         elif isinstance(value, (str, int, float, bool, type(None))) and not name.startswith("__"):
             body[name] = value
-    return type(trainable)(trainable.__name__, bases, {**body, "__new__": __new__, "__init__": __init__})
+    return type(trainable)(trainable.__name__, bases, {**body, "__init__": __init__})
 
 
 def _importable_bases(cls: type) -> tuple[type, ...]:

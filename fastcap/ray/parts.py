@@ -195,8 +195,11 @@ class Shelf:
             return part
 
     def _find(self, obj: Any, info: PartInfo, kept: bool) -> tuple[Part | None, bytes]:
-        """The part of an object, if there is one that does; and the digest of one that is made anew for each dump."""
-        if info.temporary:
+        """The part of an object, if there is one that does; and the digest of one that is made anew for each dump.
+
+        What outlives this process is Serve's above all, which copies what it is given.
+        """
+        if info.temporary or kept:
             digest = _digest(obj)
             part = self._contents.get(digest)
             return (part if _serves(part, kept) else None), digest
