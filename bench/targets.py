@@ -66,8 +66,17 @@ SCANNER = [
     Target("4 GiB file of mostly buffers", "scan file", "skip through", 0.5),
     Target("4 GiB file of mostly buffers", "scan file", "read through", 20),
 ]
+SAVE_WORKLOAD, RESTORE_WORKLOAD = "save of 1 GiB of arrays", "restore of 2 GiB of arrays"
+SAVING = [
+    Target(SAVE_WORKLOAD, "save", "cp", 0.8),
+    Target(SAVE_WORKLOAD, "save and sync", "copy and sync", 0.8),
+    Target(SAVE_WORKLOAD, "save of the same", "cp", 1),
+    Target(RESTORE_WORKLOAD, "restore, mapped", "pickle.load", 10),
+    Target(RESTORE_WORKLOAD, "restore", "pickle.load", 0.5),
+]
 # Time for one node at 1e5 nodes over that at 1e7: at least 1 / 1.5.
 NODE_COUNTS = {"1e5 nodes": 100_000, "1e7 nodes": 10_000_000}
+FIRST_SCAN, SECOND_SCAN = "first scan of a process", "second"
 NODE_TIME = Target("1e7 nodes", "dominators", "1e5 nodes, for one node", 1 / 1.5)
 
 
@@ -141,11 +150,20 @@ class Ledger:
         mean_ratio = math.exp(statistics.fmean(map(math.log, ratios))) if ratios else None
         return Row(mean.workload, mean.contender, mean.rival, mean_ratio, mean.must, mean.target, note)
 
-    def node_time_row(self) -> Row:
-        few, many = (self.median(name, "scan and graph") for name in NODE_COUNTS)
+    def node_times(self, which: str) -> tuple[float, float] | None:
+        """Seconds for one node of few and of many."""
+        few, many = (self.median(name, which) for name in NODE_COUNTS)
         small, large = NODE_COUNTS.values()
-        ratio = (few / small) / (many / large) if few and many else None
-        note = f"{many / large * 1e9:.1f} ns a node at {large:,}" if many else ""
+        return (few / small, many / large) if few and many else None
+
+    def node_time_row(self) -> Row:
+        first, second = self.node_times(FIRST_SCAN), self.node_times(SECOND_SCAN)
+        note = ""
+        if first and second:
+            note = "ns a node: " + ", ".join(
+                f"{few * 1e9:.0f} and {many * 1e9:.0f} in the {which}"
+                for which, (few, many) in ((FIRST_SCAN, first), (SECOND_SCAN, second)))
+        ratio = first[0] / first[1] if first else None
         return Row(NODE_TIME.workload, NODE_TIME.contender, NODE_TIME.rival, ratio, NODE_TIME.must, note=note)
 
     def memory_row(self, target: MemoryTarget) -> Row:
@@ -167,7 +185,7 @@ class Ledger:
         rows += [self.mean_row(PICKLER_MEAN, exact)]
         rows += [self.row(target) for target in ANALYSIS]
         rows += [self.mean_row(ANALYSIS_MEANS[0], ANALYSIS), self.mean_row(ANALYSIS_MEANS[1], against_asizeof)]
-        rows += [self.row(target) for target in SCANNER]
+        rows += [self.row(target) for target in [*SCANNER, *SAVING]]
         rows += [self.node_time_row(), *map(self.memory_row, MEMORY)]
         return [row for row in rows if row.ratio is not None or (row.note and not row.note.startswith("over 0"))]
 

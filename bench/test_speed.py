@@ -11,8 +11,6 @@ for row in [*targets.PICKLER, *targets.ANALYSIS, *targets.SCANNER]:
     rivals += [name for name in (row.rival, row.contender) if name not in rivals]
 for workload in targets.PICKLER_WORKLOADS:
     GROUPS[workload] += [name for name in ("exact", "compact", "asizeof") if name not in GROUPS[workload]]
-for workload in targets.NODE_COUNTS:
-    GROUPS[workload] = ["scan and graph"]
 DUMPS = ["cloudpickle", "pickle", "exact", "compact"]
 RIVALS = ["cloudpickle", "pickle", "genops", "loads", "skip through", "read through"]  # measured first and last
 ONCE = ["asizeof", "genops"]  # take seconds, and tell by an order of magnitude

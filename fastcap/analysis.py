@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import heapq
 import os
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,12 +16,13 @@ from fastcap._native.graph import Graph
 from fastcap._native.scanner import Scanner, Tables
 from fastcap.comparison import Diff, compare
 from fastcap.explain import Explainer, Failure, Place
-from fastcap.findings import MIN_SIZE, Failures, Live, Scene, find_all, handle_reducers
+from fastcap.findings import Failures, find_all, handle_reducers
 from fastcap.limits import limits_for
 from fastcap.opening import Source, scan_source
 from fastcap.paths import parse
 from fastcap.pickling import DumpBroken, trace
 from fastcap.report import Capture, Details, NodeRow, Report, TypeRow, ViewOptions, read_report
+from fastcap.scene import MIN_SIZE, Live, Scene
 
 MAX_ROWS = 400
 """Rows of the tree at most, ``[N more]`` rows not counted."""
@@ -63,15 +65,17 @@ def analyze(
         objects = trace(
             obj, scanner, protocol, flavor=flavor, on_unpicklable=failures.report, reducers=handle_reducers()
         )
-        live = Live(objects, failures)
+        live = Live(objects, failures, flavor=flavor)
     except DumpBroken as broken:
         error = broken.__cause__
         scanner = Scanner()
         failures = Failures()
         number = failures.report(obj, error if isinstance(error, Exception) else broken)
-        notes = " ".join(map(str, getattr(error, "__notes__", ())))[:200]
+        notes = " ".join(map(str, getattr(error, "__notes__", ())))
+        place = re.search(r"while pickling (\S+?)<args>", notes)
         scanner.write(b"\x80\x04cfastcap.findings\nUnpicklable\nJ%b\x85R." % number.to_bytes(4, "little"))
-        live = Live((), (), f"pickling ended: {failures[number].error} {notes}".strip())
+        reason = f"pickling ended: {failures[number].error} {notes[:200]}".strip()
+        live = Live((), (), reason, place[1] if place else None)
     return _report(Graph(scanner.finish()), name, options, live=live, failures=failures)
 
 
@@ -398,7 +402,7 @@ def _few_parts(explainer: Explainer, head: int) -> list[int]:
     if isinstance(head, _End):
         return []
     place = explainer.place(head)
-    if place is None or place.route is None:
+    if place is None or place.route is None or explainer.subject(head).whole:
         return []
     retained = explainer.reader.view(head).retained_size
     parts = _dominated_objects(explainer, head, max(1, retained // 200))
@@ -420,7 +424,7 @@ def _dominated_objects(explainer: Explainer, head: int, least: int) -> list[int]
     for _ in range(256):
         if not open_nodes:
             break
-        for index in explainer.graph.dominated(open_nodes.pop(), least, _CHILDREN):
+        for index in _dominated(explainer, open_nodes.pop(), least):
             place: Place | None = explainer.place(index)
             if place is None:
                 continue
@@ -429,6 +433,22 @@ def _dominated_objects(explainer: Explainer, head: int, least: int) -> list[int]
             elif place.route is not None:
                 open_nodes.append(index)
     return found
+
+
+def _dominated(explainer: Explainer, index: int, least: int) -> list[int]:
+    """`Graph.dominated`, which looks at the whole subtree, for the usual case that the children are all of them."""
+    view = explainer.reader.view(index)
+    rest = view.retained_size - view.self_size
+    found = []
+    for edge in explainer.graph.edges(index, least, _CHILDREN, False):
+        child = explainer.reader.view(edge.target)
+        if child.dominator == index:
+            rest -= child.retained_size
+            if child.retained_size >= least:
+                found.append(child)
+    if rest >= least:
+        return explainer.graph.dominated(index, least, _CHILDREN)
+    return [child.index for child in sorted(found, key=lambda child: (-child.retained_size, child.index))]
 
 
 def _capture(explainer: Explainer, head: int) -> Capture:
@@ -473,9 +493,16 @@ def count_types(explainer: Explainer) -> list[TypeRow]:
         meanings[key] = 2 if subject.glue else 1 if subject.route is None else 0
     counts: dict[str, int] = {}
     sizes: dict[str, int] = {}
-    for key, (count, size) in explainer.graph.type_totals(meanings).items():
-        name = names.get(key, "other")
-        counts[name] = counts.get(name, 0) + count
-        sizes[name] = sizes.get(name, 0) + size
+    totals = [(names.get(key, "other"), *total) for key, total in explainer.graph.type_totals(meanings).items()]
+    if explainer.reader.view(0).op == "FILE":  # of one kind with the bytes in it that belong to no pickle
+        own_size = explainer.reader.view(0).self_size
+        number = next(k for k, (name, _, _) in enumerate(totals) if name == names[explainer.kinds[0][0]])
+        _, count, size = totals[number]
+        totals[number] = ("raw bytes", count - 1, size - own_size)
+        totals.append(("file", 1, own_size))
+    for name, count, size in totals:
+        if count or size:
+            counts[name] = counts.get(name, 0) + count
+            sizes[name] = sizes.get(name, 0) + size
     rows = [TypeRow(name, counts[name], size) for name, size in sizes.items()]
     return sorted(rows, key=lambda row: (-row.size, row.type))

@@ -6,10 +6,7 @@ from fastcap.analysis import analyze
 from fastcap.errors import FastcapError, NotPicklable, PayloadTooLarge
 from fastcap.render import clean
 from fastcap.render.text import render_text
-from fastcap.report import Finding, Report, format_size, parse_size
-
-UNPICKLABLE = "FC1"
-"""How the codes of findings begin that say of a part that it cannot be pickled."""
+from fastcap.report import Report, format_size, parse_size
 
 
 def check(
@@ -33,7 +30,7 @@ def check(
         raise
     except Exception as error:
         raise NotPicklable(_describe(error, name or getattr(obj, "__name__", None))) from error
-    broken = unpicklable(report)
+    broken = report.unpicklable
     if broken:
         parts = "one part of it" if len(broken) == 1 else f"{len(broken)} parts of it"
         verdict = f"{clean(report.target)} cannot be pickled, for {parts}"
@@ -55,11 +52,6 @@ def as_size(size: int | str) -> int:
     if size < 0:
         raise ValueError(f"a size cannot be negative: {size}")
     return size
-
-
-def unpicklable(report: Report) -> tuple[Finding, ...]:
-    """The findings that say why the object cannot be pickled."""
-    return tuple(row for row in report.findings if row.severity == "error" and row.code.startswith(UNPICKLABLE))
 
 
 def _describe(error: Exception, name: object) -> str:

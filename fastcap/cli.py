@@ -13,7 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from dataclasses import replace
 from difflib import get_close_matches
 from typing import IO, TYPE_CHECKING, Any
@@ -24,12 +24,16 @@ import fastcap
 from fastcap.comparison import Growth, parse_growth
 from fastcap.config import Settings, find_settings
 from fastcap.errors import FastcapError, PayloadError
+from fastcap.paths import parse as parse_path
 from fastcap.render import clean
 from fastcap.report import Report, ViewOptions, format_size, parse_size, read_report
 from fastcap.targets import Target, TargetError, UserCodeError, imported, locate_error, parse_target
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
+
+    from fastcap.editing import Editor
+    from fastcap.editing import Summary as EditSummary
 
 FINE, OVER_BUDGET, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
@@ -52,6 +56,15 @@ def _growth(text: str) -> Growth:
         raise click.BadParameter(str(error)) from error
 
 
+def _replacement(text: str) -> tuple[str, Any]:
+    from fastcap.editing import parse_replacement
+
+    try:
+        return parse_replacement(text)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from error
+
+
 @click.group(
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
@@ -68,6 +81,7 @@ def cli(ctx: click.Context) -> None:
       fastcap analyze train.py:train_func --flavor ray.cloudpickle
       fastcap analyze mypackage.jobs:main --max-size 10MiB
       fastcap diff old.pkl new.pkl
+      fastcap edit trainer.pkl -o small.pkl --drop "obj.data"
     """
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
@@ -75,7 +89,7 @@ def cli(ctx: click.Context) -> None:
 
 
 def _codes(text: str) -> tuple[str, ...]:
-    from fastcap.findings import RULES
+    from fastcap.rules import RULES
 
     codes = tuple(code.strip().upper() for code in text.split(",") if code.strip())
     for code in codes:
@@ -162,7 +176,7 @@ def analyze(
                     raise TargetError(f"--{name} is for objects that are pickled now: {target} is a pickle already")
             view = [f"--{name.replace('_', '-')}" for name in ("depth", "top", "sort", "min_size") if name in given]
             report = _read_payload(target, options, view, progress=not no_progress)
-        findings = report.findings
+        broken = report.unpicklable
         report = _select_findings(report, settings)
         budget, limit, source = _BUDGET, max_size, "the command line"
         if limit is None and settings.max_size is not None:
@@ -172,7 +186,7 @@ def analyze(
         _write(_render(report, form, output, sort or "retained"), output)
         if limit is None:
             return FINE
-        if any(row.code.startswith("FC1") for row in findings):
+        if broken:
             if form != "text" or output is not None:
                 _say(f"{target} cannot be pickled: no payload, whatever its size may be")
             return OVER_BUDGET
@@ -245,6 +259,9 @@ def diff(
         else:
             _write(render_diff(found, top=top, **_page_options(output)), output)
         limit = max_growth or settings.max_growth
+        if limit is not None and reports[1].unpicklable:
+            _say(f"{new_text} cannot be pickled: no payload, whatever its size may be")
+            return OVER_BUDGET
         if limit is None or limit.allows(found.old_size, found.new_size):
             return FINE
         said = "--max-growth" if max_growth else f"max-growth of {settings.file}:"
@@ -253,10 +270,122 @@ def diff(
 
 
 @cli.command()
+@click.argument("url", metavar="FOLDER")
+@click.option("--drop", multiple=True, metavar="NAME", help="Remove this save first. May be given several times.")
+@click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
+@click.option(
+    "--wait", type=click.FloatRange(min=0), default=0.0, metavar="SECONDS",
+    help="How long to wait for saves that are being written.",
+)
+def gc(url: str, drop: tuple[str, ...], dry_run: bool, wait: float) -> int:
+    """Remove the parts in a FOLDER of fastcap.save that no save needs.
+
+    FOLDER is a path, or a URL that fsspec knows. Nothing is removed while somebody saves there.
+    """
+    from fastcap.saving import gc as remove_parts
+
+    with _one_line_errors(False):
+        _check_output(None)
+        try:
+            report = remove_parts(url, drop=drop, dry_run=dry_run, wait=wait)
+        except (FastcapError, ValueError, OSError) as error:
+            raise _Failure(str(error)) from error
+        done = "would remove" if dry_run else "removed"
+        _write_stdout(
+            f"{done} {_files(report.removed_count, report.removed_size)}, "
+            f"kept {_files(report.kept_count, report.kept_size)}\n"
+        )
+    return FINE
+
+
+def _files(count: int, size: int) -> str:
+    return f"{count:,} file{'' if count == 1 else 's'} ({format_size(size)})"
+
+
+@cli.command()
+@click.argument("file_text", metavar="FILE")
+@click.option("--output", "-o", metavar="OUT", help="Write the edited pickle there; - for standard output.")
+@click.option("--in-place", is_flag=True, help="Put the edited pickle in the place of FILE.")
+@click.option("--backup", is_flag=True, help="With --in-place: keep what was there as FILE.bak.")
+@click.option("--dry-run", is_flag=True, help="Write nothing, only say what would be done.")
+@click.option("--drop", "drops", multiple=True, metavar="PATH", help="Leave this part out.")
+@click.option(
+    "--replace", "replacements", multiple=True, type=_replacement, metavar="PATH=VALUE",
+    help="Put something else in its place: JSON, or @FILE for the pickle in that file.",
+)
+@click.option("--drop-handles", is_flag=True, help="Put None in place of Ray's actor handles and object references.")
+@click.option(
+    "--keep-handles-as-placeholders", "placeholders", is_flag=True,
+    help="Put fastcap.Unrestorable objects in their place.",
+)
+@click.option("--no-progress", is_flag=True, help="No progress bar on standard error.")
+def edit(
+    file_text: str,
+    output: str | None,
+    in_place: bool,
+    backup: bool,
+    dry_run: bool,
+    drops: tuple[str, ...],
+    replacements: tuple[tuple[str, Any], ...],
+    drop_handles: bool,
+    placeholders: bool,
+    no_progress: bool,
+) -> int:
+    """Drop or replace parts of a pickle without loading it.
+
+    FILE is a pickle, or - for standard input; nothing in it is executed. PATH is what analyze shows. What else refers
+    to a part that is dropped keeps it. Closure variables, globals, defaults and arguments become None, everything else
+    is gone. A compressed file is compressed again.
+
+    \b
+    Examples:
+      fastcap edit trainer.pkl -o small.pkl --drop "obj.config['dataset']"
+      fastcap edit trainer.pkl --in-place --backup --drop-handles
+      fastcap edit model.pkl -o new.pkl --replace "obj['lr']=0.01" --replace "obj['scaler']=@scaler.pkl"
+    """
+    with _one_line_errors(False):
+        target = parse_target(file_text)
+        if target.kind not in ("file", "stdin"):
+            raise TargetError(f"{target} is an object: edit takes the file of a pickle")
+        if sum((output is not None, in_place, dry_run)) != 1:
+            raise TargetError("say where the edited pickle goes: -o OUT, -o - or --in-place; or --dry-run")
+        if backup and not in_place:
+            raise TargetError("--backup is for --in-place: FILE itself stays as it is")
+        if in_place and (target.kind != "file" or not os.path.isfile(target.where)):
+            raise TargetError(f"--in-place is for files: {target} is none")
+        if drop_handles and placeholders:
+            raise TargetError("--drop-handles and --keep-handles-as-placeholders exclude each other")
+        if not (drops or replacements or drop_handles or placeholders):
+            raise TargetError("nothing to do: say what with --drop, --replace or --drop-handles")
+        if output is not None:
+            if target.kind == "file" and os.path.exists(output) and os.path.samefile(output, target.where):
+                raise TargetError(f"-o {output} would overwrite FILE: --in-place does that")
+            _check_output(output)
+            if output == "-" and sys.stdout.isatty():
+                raise TargetError("standard output is a terminal: name a file with -o")
+        with _open(target) as file, _editor(target, file, progress=not no_progress) as editor:
+            for path in drops:
+                editor.drop(_path(path))
+            for path, value in replacements:
+                with _reading_piece(value):
+                    editor.replace(path, value)
+            if drop_handles or placeholders:
+                editor.drop_handles(placeholders=placeholders)
+            if dry_run:
+                summary = editor.measure()
+            else:
+                with _progress_bar(str(target), wanted=not no_progress) as advance:
+                    where = (target.where if in_place else output) or "-"
+                    summary = _write_pickle(editor, where, backup=backup, progress=advance)
+        _say_changes(summary, dry_run=dry_run)
+        return FINE
+
+
+@cli.command()
 @click.argument("code", metavar="[CODE]", required=False)
 def rule(code: str | None) -> int:
     """Explain a finding by its code, or list all of them."""
-    from fastcap.findings import RULES, describe_rule
+    from fastcap.rules import RULES, describe_rule
 
     if code is None:
         text = "\n".join(f"{each.code}  {each.severity:8} {each.title}" for each in RULES.values())
@@ -358,6 +487,41 @@ def _open(target: Target) -> Iterator[IO[bytes]]:
     else:
         with open(target.where, "rb") as file:
             yield file
+
+
+@contextmanager
+def _editor(target: Target, file: IO[bytes], *, progress: bool) -> Iterator[Editor]:
+    """The editor of a pickle that has been opened."""
+    from fastcap.editing import Editor
+
+    if not file.peek(1):  # type: ignore[attr-defined]
+        raise TargetError(f"{target} is empty: there is no pickle to edit")
+    regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
+    with ExitStack() as stack:
+        with _progress_bar(str(target), wanted=progress) as advance:
+            try:
+                opened = Editor(target.where if regular and target.kind == "file" else file, progress=advance)
+                editor = stack.enter_context(opened)
+            except PayloadError as error:
+                raise TargetError(f"{target} is not a pickle that can be read: {error}{_guess_kind(file)}") from error
+        yield editor
+
+
+def _path(text: str) -> str:
+    """A path as it is given on the command line."""
+    try:
+        return str(parse_path(text.strip()))
+    except ValueError as error:
+        raise TargetError(str(error)) from error
+
+
+@contextmanager
+def _reading_piece(value: Any) -> Iterator[None]:
+    """Errors in a pickle that replaces something name its file."""
+    try:
+        yield
+    except PayloadError as error:
+        raise TargetError(f"{value.source} is not a pickle that can be read: {error}") from error
 
 
 def _select_findings(report: Report, settings: Settings) -> Report:
@@ -499,6 +663,74 @@ def _write_file(data: bytes, path: str) -> None:
         with suppress(FileNotFoundError):
             os.unlink(beside)
         raise
+
+
+class _Output:
+    """A file whose errors are told from those of reading."""
+
+    def __init__(self, file: Any, name: str) -> None:
+        self._file, self._name = file, name
+
+    def write(self, data: bytes | memoryview) -> int:
+        try:
+            return self._file.write(data)  # type: ignore[no-any-return]
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise TargetError(f"cannot write {self._name}: {error.strerror}") from error
+
+
+def _write_pickle(editor: Editor, where: str, *, backup: bool, progress: Any) -> EditSummary:
+    """All of the edited pickle or, where that can be, nothing."""
+    from fastcap.editing import written_beside
+
+    if where == "-":
+        try:
+            sys.stdout.flush()
+            summary = editor.write(_Output(sys.stdout.buffer, "standard output"), progress)
+            sys.stdout.buffer.flush()
+        except BrokenPipeError:
+            _abandon_stdout()
+            return editor.measure()
+        except TargetError:
+            _abandon_stdout()
+            raise
+        return summary
+    try:
+        number = _descriptor(where)
+        if number is not None or (os.path.exists(where) and not os.path.isfile(where)):
+            descriptor = os.dup(number) if number is not None else os.open(where, os.O_WRONLY)
+            with open(descriptor, "wb", buffering=0) as file:
+                return editor.write(_Output(file, where), progress)
+        with written_beside(where, backup=backup) as file:
+            return editor.write(_Output(file, where), progress)
+    except BrokenPipeError:
+        return editor.measure()
+    except FileExistsError as error:
+        raise TargetError(f"{error.filename} exists already: move it away, or leave out --backup") from error
+    except OSError as error:
+        raise TargetError(f"cannot write {where}: {error.strerror}") from error
+
+
+_SHOWN_CHANGES = 20
+
+
+def _say_changes(summary: EditSummary, *, dry_run: bool) -> None:
+    for change in summary.changes[:_SHOWN_CHANGES]:
+        would = "would be " if dry_run else ""
+        kept = f"still at {change.kept_at}" if change.kept_at else format_size(change.size)
+        _say(f"{change.path} {would}{change.action}: {change.what}, {kept}")
+    if len(summary.changes) > _SHOWN_CHANGES:
+        _say(f"… and {len(summary.changes) - _SHOWN_CHANGES:,} more")
+    if summary.unused_buffers:
+        numbers = ", ".join(map(str, summary.unused_buffers[:10])) + ("…" if len(summary.unused_buffers) > 10 else "")
+        _say(f"out-of-band buffers that are no longer used: {numbers}")
+    said = "would be" if dry_run else "is now"
+    packed = f", before it is compressed with {summary.compression}" if summary.compression else ""
+    _say(
+        f"the pickle {said} {format_size(summary.new_size, exact=True)} instead of "
+        f"{format_size(summary.old_size, exact=True)}{packed}"
+    )
 
 
 def _write_stdout(text: str) -> None:

@@ -19,6 +19,7 @@ FORMAT = 1
 
 _LEAST_MOVED = 1024  # bytes from which on a part that went and one that came are compared
 _SEARCHED = 100_000  # nodes behind a "[N more]" row up to which it is searched for a part
+_NAMED = 5  # parts that cannot be pickled that are named
 _SAME_SIZE = 64  # bytes by which the memo references in a moved part may change its size
 
 Kind = Literal["came", "went", "grew", "shrank", "moved"]
@@ -124,7 +125,8 @@ def compare(old: Report, new: Report) -> Diff:
         walk.went += [old_root] if old_root else []
     changes = [*walk.changes, *_moves(walk.went, walk.came)]
     changes = [change for change in changes if change.delta or change.kind == "moved"]
-    notes = [
+    notes = [_incomplete(name, report) for name, report in (("OLD", old), ("NEW", new)) if report.unpicklable]
+    notes += [
         f"{name} is a saved report: what it sums up in [N more] rows has no paths to compare"
         for name, report in (("OLD", old), ("NEW", new))
         if report.find_row is None and any(row.type == "more" for row in report.nodes)
@@ -140,6 +142,14 @@ def compare(old: Report, new: Report) -> Diff:
         types=tuple(_compare_types(old, new)),
         notes=tuple(notes),
     )
+
+
+def _incomplete(name: str, report: Report) -> str:
+    """What to know of a payload that cannot be made."""
+    paths = [row.path for row in report.unpicklable]
+    shown = ", ".join(paths[:_NAMED]) + (f" and {len(paths) - _NAMED:,} more" if len(paths) > _NAMED else "")
+    parts = "one part" if len(paths) == 1 else f"{len(paths):,} parts"
+    return f"{name} cannot be pickled, because of {parts}: {shown}; its sizes are those without"
 
 
 # ---- trees

@@ -27,6 +27,20 @@ class PayloadError(FastcapError, ValueError):
         return type(self), (self.reason, self.offset)
 
 
+class EditError(FastcapError, ValueError):
+    """A part of a pickle cannot be dropped or replaced; the message says which, why, and what can be done.
+
+    ``paths`` are the paths concerned, if there are any.
+    """
+
+    def __init__(self, message: str, paths: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.paths = paths
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.paths)
+
+
 class PayloadTooLarge(FastcapError, ValueError):
     """An object pickles to more than it may; the message names what is big in it.
 
@@ -44,6 +58,21 @@ class PayloadTooLarge(FastcapError, ValueError):
         return type(self), (str(self), self.payload_size, self.max_size)
 
 
+class NotRestored(FastcapError, AttributeError):
+    """Something that a pickle names does not come back where it is loaded; the message says what to give instead.
+
+    Raised by a placeholder (`fastcap.Unrestorable`, `fastcap.Placeholder`) that is used, and by loading with
+    ``handles="error"``; then ``paths`` are those of the handles.
+    """
+
+    def __init__(self, message: str, paths: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.paths = paths
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.paths)
+
+
 class NotPicklable(FastcapError, TypeError):
     """An object cannot be pickled; the message says why, and by which paths.
 
@@ -58,6 +87,14 @@ class NotPicklable(FastcapError, TypeError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (str(self), self.findings)
+
+
+class SaveError(FastcapError, OSError):
+    """A save could not be written, found or cleaned up; the message says where, and what to do. `fastcap.save`."""
+
+
+class DamagedSave(FastcapError, ValueError):
+    """A save is there, but not what was written; the message names the part. `fastcap.restore`."""
 
 
 class UnknownRay(FastcapError, RuntimeError):

@@ -44,6 +44,7 @@ from fastcap.inert import (
     Reader,
 )
 from fastcap.paths import Shortened, Step, Value, attr, format_root, is_literal, item, shorten, word
+from fastcap.report import format_size
 
 UNPICKLABLE: Final = "fastcap.findings.Unpicklable"
 """Name of the stand-in that an analysis writes for an object that cannot be pickled."""
@@ -103,6 +104,7 @@ class Subject:
     naming: str | Callable[[], str | None] | None = None  # name of a function, class or module
     where: Callable[[], tuple[str | None, int | None]] | None = None  # file and line of code
     glue: bool = False  # counted with its parent in totals by type
+    whole: bool = False  # people think of it as one thing: among the captures it stands for its parts
 
     @property
     def name(self) -> str | None:
@@ -594,20 +596,26 @@ class Call:
     @cached_property
     def setter_state(self) -> dict[str, Any]:
         """Entries of the slot state that cloudpickle's state setter is given, strings read."""
-        return {name: self.reader.string(value) for name, value in self._setter_entries(1).items()}
+        return {name: self.reader.string(value) for name, value in self.setter_slots.items()}
+
+    @cached_property
+    def setter_slots(self) -> dict[str, Any]:
+        """The first entries of the slot state that cloudpickle's state setter is given, as they are."""
+        return self.setter_entries(1, 24)
 
     @cached_property
     def setter_attributes(self) -> dict[str, Any]:
         """The first entries of the ``__dict__`` that cloudpickle's state setter is given."""
-        return self._setter_entries(0)
+        return self.setter_entries(0, 24)
 
-    def _setter_entries(self, position: int) -> dict[str, Any]:
+    def setter_entries(self, position: int, limit: int) -> dict[str, Any]:
+        """The first entries of the ``__dict__`` (0) or slot state (1) that cloudpickle's state setter is given."""
         for edge in self.reader.graph.edges(self.index, 0, 16, False):
             if edge.role == DISCARD:
                 args = Call(self.explainer, edge.target).args
                 state = self.reader.sequence(args[1].index, 2) if len(args) == 2 and isinstance(args[1], At) else []
                 if len(state) == 2:
-                    return self.reader.pairs(state[position].index, 24) if isinstance(state[position], At) else {}
+                    return self.reader.pairs(state[position].index, limit) if isinstance(state[position], At) else {}
         return {}
 
 
@@ -756,8 +764,12 @@ def _two_states(x: Explainer, first: Callable[[], Route], second: Callable[[], R
     return shape
 
 
-def _instance_state(x: Explainer) -> Callable[[int], Shape]:
-    """Through the state of an instance: a dict, a tuple of a dict and slots, or anything else."""
+def _instance_state(x: Explainer, fields: Callable[[], list[str]] = list) -> Callable[[int], Shape]:
+    """Through the state of an instance: a dict, a tuple of a dict and slots, a list of fields, or anything else.
+
+    ``fields`` are the names of a dataclass with slots that is frozen: its state is a list (`dataclasses`, in
+    ``_dataclass_getstate``).
+    """
 
     def shape(target: int) -> Shape:
         view = x.reader.view(x.reader.resolve(target))
@@ -769,6 +781,10 @@ def _instance_state(x: Explainer) -> Callable[[int], Shape]:
             ops = [x.reader.view(value.index).op if isinstance(value, At) else value for value in parts.values()]
             if view.arg == 2 and all(op is None or op in DICTS for op in ops) and len(ops) == 2:
                 return Glue(_members(lambda _, node: Glue(_attributes(x))))
+        if view.op in LISTS:
+            names = fields()
+            if names and len(names) == view.arg:
+                return Glue(_members(lambda position, _: Part(attr(names[position]))))
         return Part(word("state"))
 
     return shape
@@ -935,13 +951,21 @@ def _instance(call: Call, name: str | None, skip: int = 0, kind: str | None = No
 
     fields = cache(read_fields)
 
+    def read_state_fields() -> list[str]:
+        """The names of a dataclass's fields, if its class goes by value."""
+        made = call.argument(0) if skip else At(call.callable)
+        if not isinstance(made, At) or made.index < 0 or not x.is_by_value(made):
+            return []
+        known = Call(x, x.reader.resolve(made.index)).setter_entries(0, 64).get("__dataclass_fields__")
+        return list(x.reader.pairs(known.index)) if isinstance(known, At) else []
+
     def args(position: int, target: int) -> Shape:
         if skip and position == 0:
             return _class_part(x, target)
         name = fields()[position] if position < len(fields()) else None
         return Part(attr(name) if name is not None else word("arg", position - skip))
 
-    return Subject(kind or short, f"{shown} instance", _object_route(x, args))
+    return Subject(kind or short, f"{shown} instance", _object_route(x, args, cache(read_state_fields)))
 
 
 def _reduced(call: Call) -> Subject:
@@ -957,7 +981,9 @@ def _class_part(x: Explainer, target: int) -> Shape:
     return Part(attr("__class__")) if x.is_by_value(At(target)) else HIDDEN
 
 
-def _object_route(x: Explainer, args: Callable[[int, int], Shape]) -> Route:
+def _object_route(
+    x: Explainer, args: Callable[[int, int], Shape], fields: Callable[[], list[str]] = list
+) -> Route:
     """Through an instance: its class if by value, arguments, items, pairs, state."""
 
     def other(edge: Edge, view: NodeView) -> Shape:
@@ -978,7 +1004,8 @@ def _object_route(x: Explainer, args: Callable[[int, int], Shape]) -> Route:
             return Glue(_entries(x, lambda key, step, _: Part(_keyword(key, step))))
         return HIDDEN
 
-    return _call(args=args, state=_instance_state(x), discard=_setter(_instance_state(x)), other=other)
+    state = _instance_state(x, fields)
+    return _call(args=args, state=state, discard=_setter(state), other=other)
 
 
 def _keyword(key: Any, step: Step) -> Step:
@@ -1581,7 +1608,7 @@ def _length_of(x: Explainer, value: Any, nesting: int = 4) -> int | None:
     return None
 
 
-def _labels_of(x: Explainer, value: Any, nesting: int = 4) -> list[str]:
+def _labels_of(x: Explainer, value: Any, nesting: int = 4, limit: int = 6) -> list[str]:
     """The first few labels of an index of strings."""
     if not isinstance(value, At) or not nesting:
         return []
@@ -1592,17 +1619,17 @@ def _labels_of(x: Explainer, value: Any, nesting: int = 4) -> list[str]:
     name = canonical(call.name)
     if name == "numpy:_reconstruct":
         state = _array_state(call)
-        values = x.reader.sequence(state[4].index, 6) if len(state) > 4 and isinstance(state[4], At) else []
+        values = x.reader.sequence(state[4].index, limit) if len(state) > 4 and isinstance(state[4], At) else []
         return [text for text in map(x.reader.string, values) if text is not None]
     if name == "pandas:_new_Index":
         entries = x.reader.pairs(call.args[1].index) if len(call.args) > 1 and isinstance(call.args[1], At) else {}
-        return _labels_of(x, entries.get("data"), nesting - 1)
+        return _labels_of(x, entries.get("data"), nesting - 1, limit)
     if name == "pyarrow:chunked_array":
         chunks = x.reader.sequence(call.args[0].index, 1) if call.args and isinstance(call.args[0], At) else []
-        return _labels_of(x, chunks[0], nesting - 1) if chunks else []
+        return _labels_of(x, chunks[0], nesting - 1, limit) if chunks else []
     if name == "pyarrow:_restore_array":
-        return _arrow_strings(x, call)
-    return _labels_of(x, call.state_items().get("_pa_array"), nesting - 1)
+        return _arrow_strings(x, call, limit)
+    return _labels_of(x, call.state_items().get("_pa_array"), nesting - 1, limit)
 
 
 def _arrow_data(call: Call) -> list[Any]:
@@ -1611,7 +1638,7 @@ def _arrow_data(call: Call) -> list[Any]:
     return call.reader.sequence(only.index, 8) if len(call.args) == 1 and isinstance(only, At) else call.args
 
 
-def _arrow_strings(x: Explainer, call: Call) -> list[str]:
+def _arrow_strings(x: Explainer, call: Call, limit: int) -> list[str]:
     """The first strings of an Arrow array: its buffers are validity, offsets and characters."""
     parts = _arrow_data(call)
     if len(parts) < 5 or not isinstance(parts[0], At) or not isinstance(parts[4], At) or not isinstance(parts[1], int):
@@ -1622,7 +1649,7 @@ def _arrow_strings(x: Explainer, call: Call) -> list[str]:
     width = {"string": 4, "large_string": 8}.get(kind or "")
     if len(data) != 2 or width is None:
         return []
-    count = min(parts[1], 6, len(data[0]) // width - 1)
+    count = min(parts[1], limit, len(data[0]) // width - 1)
     ends = [int.from_bytes(data[0][k * width : (k + 1) * width], "little") for k in range(count + 1)]
     return [data[1][a:b].decode("utf-8", "replace") for a, b in itertools.pairwise(ends) if b <= len(data[1])]
 
@@ -1669,7 +1696,86 @@ def _frame(call: Call) -> Subject:
         columns = ", ".join(_quote(label, 20) for label in labels)
         return f"DataFrame{shape}" + (f": {columns}{more}" if labels else "")
 
-    return Subject("DataFrame", phrase)
+    return Subject("DataFrame", phrase, _frame_route(call), whole=True)
+
+
+_COLUMNS: Final = 64  # columns of a DataFrame whose labels are looked at
+
+
+def _frame_route(call: Call) -> Route:
+    """Through a DataFrame: to its blocks, each of which holds the columns of one type, and to its index."""
+    x = call.explainer
+    labels = cache(lambda: _labels_of(x, next(iter(_frame_axes(call)), UNREAD), limit=_COLUMNS))
+
+    def block(position: int, target: int) -> Shape:
+        index = x.reader.resolve(target)
+        if x.reader.view(index).op not in CALLS or canonical(Call(x, index).name) != "pandas:_unpickle_block":
+            return HIDDEN
+        columns = _columns_of(Call(x, index), labels())
+        return Part(item(columns[0]) if len(columns) == 1 else word("block", position))
+
+    def axis(position: int, _: int) -> Shape:
+        return Part(attr("index")) if position == 1 else HIDDEN
+
+    def manager(position: int, _: int) -> Shape:
+        return Glue(_members(axis if position else block)) if position < 2 else HIDDEN
+
+    def state(key: Any, step: Step, _: int) -> Shape:
+        if key == "_mgr":
+            return Glue(_call(args=manager))
+        return Glue(_entries(x, lambda _, inner, __: Part(inner))) if key == "attrs" else HIDDEN
+
+    return _call(state=lambda _: Glue(_entries(x, state)))
+
+
+def _columns_of(call: Call, labels: list[str]) -> list[str]:
+    """The labels of the columns in ``_unpickle_block(values, placement, ndim)``, as far as they are known."""
+    placement = call.argument(1)
+    index = call.reader.resolve(placement.index) if isinstance(placement, At) else -1
+    if index < 0 or call.reader.view(index).op not in CALLS:
+        return []
+    made = Call(call.explainer, index)
+    places: Sequence[int]
+    if made.name == "builtins.slice" and all(type(each) is int for each in made.args[:3]) and len(made.args) == 3:
+        start, stop, step = made.args
+        places = range(start, stop, step) if step else ()
+    else:
+        size = _length_of(call.explainer, At(index)) or 0
+        data = [made.argument(0)] if canonical(made.name) == "numpy:_frombuffer" else _array_state(made)[4:]
+        text = call.reader.text(data[0].index) if data and isinstance(data[0], At) else None
+        numbers = text.value if text is not None and isinstance(text.value, bytes) and text.size == 8 * size else b""
+        places = [int.from_bytes(numbers[at : at + 8], "little") for at in range(0, len(numbers), 8)]
+    if len(places) > _COLUMNS or not all(0 <= place < len(labels) for place in places):
+        return []
+    return [labels[place] for place in places]
+
+
+def _block(call: Call) -> Subject:
+    """A block of a DataFrame: which columns, and what their values are."""
+    x = call.explainer
+
+    def phrase() -> str:
+        place = x.place(call.index)
+        axes = _frame_axes(Call(x, place.above)) if place is not None and place.above is not None else []
+        columns = _columns_of(call, _labels_of(x, axes[0], limit=_COLUMNS) if axes else [])
+        shown = ", ".join(_quote(label, 20) for label in columns[:6]) + (", …" if len(columns) > 6 else "")
+        values = call.argument(0)
+        what = x.subject(x.reader.resolve(values.index)).what if isinstance(values, At) else ""
+        noun = "column" if len(columns) == 1 else "columns"
+        return ": ".join(filter(None, (f"{noun} {shown}" if shown else "block of a DataFrame", what)))
+
+    return Subject("block", phrase)
+
+
+def _backed(call: Call) -> Subject:
+    """``__pyx_unpickle_NDArrayBacked(type, …)``: a Categorical, a DatetimeArray and the like."""
+    kind = short_name(call.explainer.call_name(call.argument(0)))
+    return Subject(kind, lambda: f"{kind} {_length(call)}".rstrip())
+
+
+def _length(call: Call) -> str:
+    length = _length_of(call.explainer, At(call.index))
+    return "" if length is None else f"({length},)"
 
 
 def _series(call: Call) -> Subject:
@@ -1723,9 +1829,29 @@ def _tensor(call: Call) -> Subject:
 
     def phrase() -> str:
         dtype = _storage_type(x, call.argument(0))
-        return " ".join(filter(None, ("tensor", dtype, _shape(call.reader.value(call.argument(2))))))
+        shape = call.reader.value(call.argument(2))
+        return " ".join(filter(None, ("tensor", dtype, _shape(shape)))) + _rest_of_storage(call, dtype, shape)
 
     return Subject("tensor", phrase)
+
+
+def _rest_of_storage(call: Call, dtype: str, shape: Any) -> str:
+    """``, part of a storage of 16.0 MiB`` for a tensor that uses little of what is written with it."""
+    storage = call.argument(0)
+    if not isinstance(storage, At) or not isinstance(shape, tuple) or not all(type(n) is int for n in shape):
+        return ""
+    used = _TENSOR_WIDTHS.get(dtype, 8)
+    for length in shape:
+        used *= length
+    stored = call.reader.view(call.reader.resolve(storage.index)).subtree_size
+    return f", part of a storage of {format_size(stored)}" if stored > 2 * used + _STORAGE_OVERHEAD else ""
+
+
+_STORAGE_OVERHEAD: Final = 4096  # bytes that torch.save may write around the elements of a storage
+_TENSOR_WIDTHS: Final = {
+    "complex128": 16, "complex64": 8, "float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2,
+    "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
+}  # fmt: skip
 
 
 def _parameter(call: Call) -> Subject:
@@ -1855,9 +1981,10 @@ TABLE: Final[dict[str, Maker]] = {
     "pandas:_new_DatetimeIndex": _index,
     "pandas:_new_PeriodIndex": _index,
     "pandas:MultiIndex": _leaf("MultiIndex"),
-    "pandas:_unpickle_block": _leaf("block", "block of a DataFrame"),
+    "pandas:_unpickle_block": _block,
     "pandas:BlockManager": _leaf("BlockManager"),
     "pandas:SingleBlockManager": _leaf("BlockManager"),
+    "pandas:__pyx_unpickle_NDArrayBacked": _backed,
     "pandas:_unpickle_timestamp": _leaf("Timestamp"),
     "pandas:_timedelta_unpickle": _leaf("Timedelta"),
     # torch

@@ -77,6 +77,24 @@ def scan_source(
     return _scan_twice(lambda: _Bytes(data), sizes, progress)
 
 
+@contextmanager
+def plain_blocks(source: Source) -> Iterator[tuple[str | None, Iterator[bytes | memoryview]]]:
+    """How a source is compressed ("gzip", "zip"…; None: it is not), and its blocks, decompressed unless it is a zip.
+
+    Raises `fastcap.PayloadError` where the data is damaged, `MissingLibrary` if decompression needs a package.
+    """
+    with ExitStack() as stack:
+        if isinstance(source, (str, os.PathLike)):
+            given: _Input = _File(stack.enter_context(open(source, "rb", buffering=0)))
+        else:
+            given = _File(source) if hasattr(source, "read") else _Bytes(memoryview(source).cast("B"))
+        kind = _format_of(given.peek(8))
+        if kind is None or kind == "zip":
+            yield kind, iter(lambda: given.read(BLOCK), b"")
+        else:
+            yield kind, _blocks_of(given, kind, stack)
+
+
 @dataclass
 class _Way:
     """How a source is read."""

@@ -22,6 +22,7 @@ The words are::
     <state>         state that is not a dict           <pickle 2>    one of several pickles in a file
     <discarded 0>   what was written only to be thrown away, because the object contains itself
     <callable>      a reducer pickled by value         <raw 0>       bytes in a file that are no opcodes
+    <block 0>       columns of one type of a DataFrame
     <more>          what a report leaves out
 
 A name that is not an identifier is written as a Python string literal (``cfg.'learning rate'``); strings longer than

@@ -590,9 +590,7 @@ def _flavor_of_class(cls: type) -> Flavor:
             continue  # too old
         if issubclass(cls, flavor.pickler_class):
             return flavor
-    raise TypeError(
-        f"{cls.__qualname__} must also inherit from the CloudPickler of a flavor: {', '.join(FLAVORS)}"
-    )
+    raise TypeError(f"{cls.__qualname__} must also inherit from the CloudPickler of a flavor: {', '.join(FLAVORS)}")
 
 
 class NativeMixin:

@@ -205,6 +205,11 @@ class Report:
         """What is wrong, worst first."""
         return self.details.findings
 
+    @property
+    def unpicklable(self) -> tuple[Finding, ...]:
+        """The findings that say why the object cannot be pickled; the sizes are those without what they are about."""
+        return tuple(row for row in self.findings if row.severity == "error" and row.code.startswith("FC1"))
+
     def find(self, path: str) -> NodeRow | None:
         """The node at a path as the report writes them (``train_func<closure self>.data``), shown in ``nodes`` or not.
 

@@ -261,19 +261,25 @@ class _Liveness:
         return sum(type(self.objects[memo]) is PickleBuffer for memo in memos)
 
 
-def find_cuts(shape: Shape, min_size: int, is_temporary: Callable[[int], bool]) -> list[Cut]:
-    """The nodes to take out. A temporary is one of them only if nothing that lasts is taken out below it."""
+def find_cuts(
+    shape: Shape, min_size: int, is_temporary: Callable[[int], bool], *, split: bool = False
+) -> list[Cut]:
+    """The nodes to take out. A temporary is one of them only if nothing that lasts is taken out below it.
+
+    With ``split`` that holds for all nodes: the lowest ones are taken out.
+    """
     graph = shape.graph
     cuts: list[Cut] = []
     lasting_count = 0
     open_nodes: list[tuple[int, Cut | None]] = [(0, None)]
-    last_resorts: list[tuple[int, int]] = []  # for temporaries above: cuts and lasting cuts before them
+    last_resorts: list[tuple[int, int]] = []  # cuts and lasting cuts before each node that waits for those below it
     while open_nodes:
         index, last_resort = open_nodes.pop()
         if last_resort is not None:
             before, lasting_before = last_resorts.pop()
             if lasting_count == lasting_before:
                 cuts[before:] = [last_resort]  # in the place of temporaries in it
+                lasting_count += not last_resort.temporary
             continue
         size = graph.node(index).retained_size
         if size < min_size:
@@ -281,7 +287,7 @@ def find_cuts(shape: Shape, min_size: int, is_temporary: Callable[[int], bool]) 
         if shape.is_object(index) and shape.is_data(index) and shape.is_closed(index):
             memo = int(shape.nodes["memo"][index])
             cut = Cut(index, memo, size, is_temporary(index))
-            if not cut.temporary:
+            if not cut.temporary and not split:
                 cuts.append(cut)
                 lasting_count += 1
                 continue
@@ -327,6 +333,7 @@ class _Slimmer:
             raise TypeError(f"a store has a method put(obj, info), which {type(store).__qualname__!r} objects lack")
         self.obj = obj
         self.store = store
+        self.split = bool(getattr(store, "split", False))
         self.min_size = max(_SHORTEST, _as_size(min_size))
         self.protocol = protocol
         self.compact = compact
@@ -347,7 +354,7 @@ class _Slimmer:
             self._dump(sink)
         shape = self._shape(sink)
         if shape is not None:
-            cuts = find_cuts(shape, self.min_size, _Liveness(shape).is_temporary)
+            cuts = find_cuts(shape, self.min_size, _Liveness(shape).is_temporary, split=self.split)
             if any(cut.temporary for cut in cuts):
                 self._record([shape.objects[cut.memo] for cut in cuts if not cut.temporary])
             else:
@@ -402,7 +409,9 @@ class _Slimmer:
         shape = self._shape(sink)
         if shape is not None:
             objects, memo, known = shape.objects, shape.nodes["memo"], set(map(id, lasting))
-            cuts = find_cuts(shape, self.min_size, lambda index: id(objects[int(memo[index])]) not in known)
+            cuts = find_cuts(
+                shape, self.min_size, lambda index: id(objects[int(memo[index])]) not in known, split=self.split
+            )
             self._put(shape, cuts)
 
     def _put(self, shape: Shape, cuts: list[Cut]) -> None:

@@ -31,7 +31,11 @@ class PartInfo:
 
 
 class Store(Protocol):
-    """What `fastcap.dumps` takes as ``store``."""
+    """What `fastcap.dumps` takes as ``store``.
+
+    A store with a true attribute ``split`` gets the smallest parts that are big enough, others the biggest: of a dict
+    of big arrays each array, or else the whole dict.
+    """
 
     def put(self, obj: Any, info: PartInfo, /) -> ReduceValue | None:
         """Keep an object, for as long as the payload may be loaded, and say how to get it back; None leaves it in.

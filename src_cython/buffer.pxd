@@ -1,13 +1,13 @@
 # The pickler's output buffer: the payload of one bytes object, so that it can be handed over without a copy.
 #
 # Opcodes are written through a bare pointer. `limit` is the only thing that is compared on the way: below it there are
-# at least BUFFER_SLACK bytes of room, enough for any opcode with its argument (text forms included) and the PUT, APPEND
-# or BUILD that follow; and the open frame has not reached the size at which PEP 3154's framing closes it.
+# at least BUFFER_SLACK bytes of room, enough for any opcode with its argument (text forms and strings of 255 bytes
+# included) and the PUT, APPEND or BUILD that follow; and the open frame has not reached the size at which PEP 3154's framing closes it.
 from cpython.ref cimport PyObject
 from libc.string cimport memcpy, memmove
 
 cdef enum:
-    BUFFER_SLACK = 256          # bytes
+    BUFFER_SLACK = 512          # bytes
     FRAME_SIZE_MIN = 4          # bytes: shorter frames get no FRAME opcode (Modules/_pickle.c)
     FRAME_SIZE_TARGET = 65536   # bytes: a frame of this size ends at the next opcode boundary (Modules/_pickle.c)
     FRAME_HEADER_SIZE = 9       # bytes: FRAME and its 8-byte length
@@ -44,7 +44,10 @@ cdef inline char* put_u64(char* p, unsigned long long value) noexcept nogil:
 
 cdef inline char* put_bytes(char* p, const char* data, Py_ssize_t size) noexcept nogil:
     """Copy; sizes that names have go through overlapping word moves, which beat a call of memcpy."""
-    if size <= 16:
+    if 16 <= size <= 32:
+        memcpy(p, data, 16)
+        memcpy(p + size - 16, data + size - 16, 16)
+    elif size < 16:
         if size >= 8:
             memcpy(p, data, 8)
             memcpy(p + size - 8, data + size - 8, 8)

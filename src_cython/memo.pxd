@@ -148,7 +148,7 @@ cdef inline bint memo_grow(Memo* memo) noexcept:
         memo.objects = objects
         memo.room = room
     if memo_crowded(memo):
-        return memo_rehash(memo, slot_count * (4 if slot_count < (1 << 17) else 2))
+        return memo_rehash(memo, slot_count * (4 if slot_count < (1 << 13) else 2))
     return True
 
 

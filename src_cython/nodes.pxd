@@ -29,6 +29,8 @@ cdef enum NodeFlag:
     FLAG_REFERS = 2
     # An array wrapper of joblib that the scanner has paused at: it does so once.
     FLAG_WRAPPER = 4
+    # Memo references lead to the node; the graph fills it in.
+    FLAG_REFERRED = 8
 
 # "Net" offsets count stream bytes without overhead (PROTO, FRAME, STOP): sizes never have to be corrected for frames.
 # In pkl files a node's span is [start, end) in net offsets; `Graph.stream_offset` turns them into file positions.

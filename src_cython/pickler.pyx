@@ -28,7 +28,7 @@ from memo cimport (
     memo_label, memo_truncate, memo_zero,
 )
 from opcodes cimport *
-from pages cimport prefer_huge_pages
+from pages cimport populate_pages, prefer_huge_pages, whole_huge_pages
 
 import _compat_pickle
 import collections
@@ -89,6 +89,8 @@ cdef extern from *:
     #endif
 
     static inline int fastcap_set_has_weakrefs(PyObject *set) { return ((PySetObject *)set)->weakreflist != NULL; }
+    static inline PyObject **fastcap_list_items(PyObject *list) { return ((PyListObject *)list)->ob_item; }
+    static inline PyObject **fastcap_tuple_items(PyObject *tuple) { return ((PyTupleObject *)tuple)->ob_item; }
 
     static inline void fastcap_pack_double(PyObject *obj, char *out) {
         double x = PyFloat_AS_DOUBLE(obj);
@@ -107,6 +109,8 @@ cdef extern from *:
     int fastcap_unicode_ready(PyObject*) except -1
     void fastcap_pack_double(PyObject*, char*) noexcept
     bint fastcap_set_has_weakrefs(PyObject*) noexcept
+    PyObject** fastcap_list_items(PyObject*) noexcept
+    PyObject** fastcap_tuple_items(PyObject*) noexcept
     bint _PySet_NextEntry(PyObject*, Py_ssize_t*, PyObject**, Py_hash_t*) noexcept
 
 cdef extern from "Python.h":
@@ -128,6 +132,8 @@ cdef extern from "Python.h":
     bint PyType_IsSubtype(PyTypeObject*, PyTypeObject*) noexcept
     bint PyUnicode_Check(PyObject*) noexcept
     bint PyUnicode_IS_ASCII(PyObject*) noexcept
+    bint PyUnicode_IS_COMPACT(PyObject*) noexcept
+    bint PyUnicode_IS_COMPACT_ASCII(PyObject*) noexcept
     int PyUnicode_KIND(PyObject*) noexcept
     void* PyUnicode_DATA(PyObject*) noexcept
     Py_ssize_t PyUnicode_GET_LENGTH(PyObject*) noexcept
@@ -189,6 +195,20 @@ cdef extern from "Python.h":
 cdef extern from *:
     # Slots of a type that Cython's own declaration of PyTypeObject lacks.
     """
+    /* Whether a callable's __name__ may be "__newobj__" or "__newobj_ex__", without making a string of it and without
+       running code. A class name is tp_name, or what comes after its last dot (type_name in Objects/typeobject.c); the
+       __name__ of these three is a data descriptor, which nothing of their own hides. */
+    static inline int fastcap_may_be_newobj(PyObject *f) {
+        if (Py_TYPE(f) == &PyType_Type) return strstr(((PyTypeObject *)f)->tp_name, "__newobj") != NULL;
+        if (PyCFunction_CheckExact(f)) return strstr(((PyCFunctionObject *)f)->m_ml->ml_name, "__newobj") != NULL;
+        if (Py_TYPE(f) == &PyFunction_Type) {
+            PyObject *name = ((PyFunctionObject *)f)->func_name;
+            /* Of an empty name this reads the 0 at its end; one that is not compact may not be ready. */
+            return !PyUnicode_IS_COMPACT(name) || PyUnicode_READ_CHAR(name, 0) == '_';
+        }
+        return 1;
+    }
+    static inline int fastcap_is_method_descriptor(PyObject *d) { return Py_TYPE(d) == &PyMethodDescr_Type; }
     static inline int fastcap_generic_getattr(PyTypeObject *t) { return t->tp_getattro == PyObject_GenericGetAttr; }
     static inline int fastcap_has_new(PyTypeObject *t) { return t->tp_new != NULL; }
     static inline Py_ssize_t fastcap_item_size(PyTypeObject *t) { return t->tp_itemsize; }
@@ -214,6 +234,8 @@ cdef extern from *:
         return size;
     }
     """
+    bint fastcap_may_be_newobj(PyObject*) noexcept
+    bint fastcap_is_method_descriptor(PyObject*) noexcept
     bint fastcap_generic_getattr(PyTypeObject*) noexcept
     bint fastcap_has_new(PyTypeObject*) noexcept
     Py_ssize_t fastcap_item_size(PyTypeObject*) noexcept
@@ -273,6 +295,10 @@ cdef Py_hash_t hash_getstate = hash(S_getstate)
 cdef enum:
     BATCH_SIZE = 1000           # items between MARK and APPENDS, SETITEMS, ADDITEMS (BATCHSIZE in _pickle.c)
     FIRST_BUFFER = 4096         # bytes
+    FRAME_BUFFER = 73728        # bytes: a frame and what may follow it
+    MOVED_BLOCK = 33554432      # bytes
+    BYTES_OVERHEAD = 64         # bytes that a bytes object and malloc add to its payload, or a few more
+    SHORT_RUN = 64              # items that are noted one by one in compact mode
     CHUNK_FRAMES = 256          # frames in one chunk of the work stack
     TYPE_SLOTS = 64             # entries of a pickler's type table; a power of two
     FAST_NESTING_LIMIT = 50     # FAST_NESTING_LIMIT of _pickle.c
@@ -321,6 +347,12 @@ cdef enum:
     # What `alone` answers.
     ALONE = 1
     ALONE_TEMPORARY = 2     # and its owner dies before the dump ends: it cannot be found again
+
+cdef struct Run:
+    # Compact mode: all strings and bytes objects among some items of a container that are not in the memo were left out.
+    PyObject* container     # owned list or dict
+    Py_ssize_t start        # position of the first item; in a dict that of PyDict_Next
+    Py_ssize_t end          # one past the last
 
 cdef struct TypeInfo:
     PyTypeObject* type          # borrowed, compared only; a dead type's version never comes back
@@ -414,6 +446,10 @@ cdef class Pickler:
     cdef bint thrifty               # compact, and no object that was left out has been found again in this dump
     cdef bint opaque                # user code has run in this dump that may have got hold of any object
     cdef AddressLog left_out        # compact mode: objects that are not in the memo
+    cdef Run* runs                  # owned array: more of them, not yet in left_out
+    cdef Py_ssize_t run_count       # entries of runs
+    cdef Py_ssize_t run_room        # entries it has room for
+    cdef Py_ssize_t runs_entered    # entries that are in left_out by now
     cdef list delayed               # compact mode: what is to be written to the file when the dump has succeeded
     cdef list answers               # compact mode: what buffer_callback has answered, in order
     cdef Py_ssize_t answer          # how many of them have been used again
@@ -474,7 +510,7 @@ cdef class Pickler:
             xdecref(self.types[i].slotnames)
         if self.memo_table.objects != NULL:
             memo_free_arrays(&self.memo_table)
-        log_free(&self.left_out)
+        forget_left_out(self)
         xdecref(self.out.owner)
 
     def dump(self, obj, /):
@@ -821,7 +857,7 @@ cdef int end_dump(Pickler self) except -1:
     self.rebuild_tensor = None
     self.storages = None
     self.extents = None
-    log_free(&self.left_out)
+    forget_left_out(self)
     if SINCE_313:
         self.pers_func = None
         self.has_pers = False
@@ -871,7 +907,7 @@ cdef int dump_object(Pickler self, PyObject* obj) except -1:
             self.thrifty = False        # memoize everything
         while self.depth:
             pop(self)
-        log_free(&self.left_out)
+        forget_left_out(self)
         # Where a callback has cleared or replaced the memo, what it left is all there is to go on from.
         if self.memo_table.generation == generation and not memo_truncate(&self.memo_table, memoized):
             raise MemoryError
@@ -942,10 +978,8 @@ cdef int run(Pickler self) except -1:
             pushed = step_set(self, f)
         elif kind == K_FROZENSET:
             pushed = step_frozenset(self, f)
-        elif kind == K_BATCH_LIST:
-            pushed = step_batch_list(self, f)
-        elif kind == K_BATCH_DICT:
-            pushed = step_batch_dict(self, f)
+        elif kind == K_BATCH_LIST or kind == K_BATCH_DICT:
+            pushed = step_batch(self, f)
         elif kind == K_GLOBAL:
             pushed = step_global(self, f)
         elif kind == K_NESTED:
@@ -1068,21 +1102,39 @@ cdef inline int reserve(Pickler self, Py_ssize_t size) except -1:
 
 
 cdef int grow(Pickler self, Py_ssize_t size) except -1:
-    """Enlarge the buffer; big blocks are moved by the kernel (mremap), not copied."""
+    """Enlarge the buffer. Pages that are never touched take no memory, and what is left over is given back in the end.
+
+    malloc copies a block that it cannot enlarge in its place, until the block is so big that the kernel moves it
+    (mremap; always from 32 MiB on, M_MMAP_THRESHOLD in mallopt(3)): few steps lead there.
+    """
     cdef Py_ssize_t used = self.out.next - self.out.start
     cdef Py_ssize_t room = self.out.end - self.out.start
-    # What comes after a big payload is often small: room for it now saves moving the payload soon after.
-    room = max(room + room // 2, used + size + (FRAME_SIZE_TARGET if size >= FRAME_SIZE_TARGET else 2 * BUFFER_SLACK))
-    return resize(self, room)
+    cdef Py_ssize_t least = used + size + 2 * BUFFER_SLACK
+    if size >= FRAME_SIZE_TARGET:
+        # What comes after a big payload is often small: room for it now saves moving the payload soon after.
+        resize(self, max(room, least + FRAME_SIZE_TARGET))
+        populate_pages(self.out.next, size)
+        return 0
+    if room < FRAME_BUFFER:
+        room = FRAME_BUFFER
+    elif self.in_memory and room < MOVED_BLOCK:
+        room *= 4 if room == FRAME_BUFFER else 16 if room < MOVED_BLOCK // 16 else 8
+    else:
+        room *= 2
+    resize(self, max(room, least))
+    if used >= MOVED_BLOCK // 8:
+        prefer_huge_pages(self.out.owner, self.out.end - self.out.start)
+    return 0
 
 
 cdef int resize(Pickler self, Py_ssize_t room) except -1:
+    """Change the buffer's size, to `room` bytes or some more."""
     cdef Py_ssize_t used = self.out.next - self.out.start
     cdef PyObject* owner = self.out.owner
     self.out.owner = NULL
     self.out.start = self.out.next = self.out.limit = self.out.end = NULL
+    room = whole_huge_pages(room + BYTES_OVERHEAD) - BYTES_OVERHEAD
     _PyBytes_Resize(&owner, room)       # frees the old block and raises MemoryError where it fails
-    prefer_huge_pages(owner, room)
     self.out.owner = owner
     self.out.start = bytes_data(owner)
     self.out.next = self.out.start + used
@@ -1416,66 +1468,185 @@ cdef inline int save(Pickler self, PyObject* obj, int own) except -1:
     return save_object(self, obj, own)
 
 
-cdef inline int save_leaf(Pickler self, PyObject* obj, int own) except -1:
-    """Save an object of the simplest kinds; 0 (and nothing written) for all others. No user code can run in here.
+cdef inline char* put_leaf(Pickler self, char* p, PyObject* obj, bint sparing) except? NULL:
+    """Write an object of the simplest kinds at `p`, which is below the limit; NULL (and nothing written) for all others.
 
-    What loops over items asks this first: most of them are leaves, and need neither a reference nor a frame.
+    What goes through items asks this first: most of them are leaves, and need neither a reference nor a frame. No user
+    code runs in here. With `sparing`, a string that has no other reference than its container's is not memoized; it is
+    the caller's task to note it (`note_run`).
     """
     cdef PyTypeObject* t = type_of(obj)
-    cdef long value
-    if self.out.next >= self.out.limit or self.has_pers or self.proto < 4:
-        return 0
-    if t == &PyUnicode_Type:
-        return save_leaf_text(self, obj, own)
-    if t == &PyLong_Type:
-        if not fastcap_small_int(obj, &value):
-            return 0
-        put_int(self, value)
-        return 1
-    if obj == Py_None:
-        put(self, OP_NONE)
-        return 1
-    if t == &PyFloat_Type:
-        put(self, OP_BINFLOAT)
-        fastcap_pack_double(obj, self.out.next)
-        self.out.next += 8
-        return 1
-    if t == &PyBool_Type:
-        put(self, OP_NEWTRUE if obj == Py_True else OP_NEWFALSE)
-        return 1
-    return 0
-
-
-cdef int save_leaf_text(Pickler self, PyObject* obj, int own) except -1:
-    """A string that is in the memo, or else is short and ASCII."""
-    cdef size_t slot = 0
     cdef Py_ssize_t size
+    cdef long value
+    if t == &PyUnicode_Type:
+        size = PyUnicode_GET_LENGTH(obj)
+        if PyUnicode_IS_COMPACT_ASCII(obj) and size <= 255:
+            if sparing and refcount(obj) == 1:
+                p[0] = <char>OP_SHORT_BINUNICODE
+                p[1] = <char>size
+                return put_bytes(p + 2, <const char*>PyUnicode_DATA(obj), size)
+            return put_leaf_data(self, p, obj, OP_SHORT_BINUNICODE, <const char*>PyUnicode_DATA(obj), size, 0)
+        return put_leaf_text(self, p, obj, size, sparing)
+    if t == &PyLong_Type:
+        return put_int(p, value) if fastcap_small_int(obj, &value) else NULL
+    if obj == Py_None:
+        p[0] = <char>OP_NONE
+        return p + 1
+    if t == &PyFloat_Type:
+        p[0] = <char>OP_BINFLOAT
+        fastcap_pack_double(obj, p + 1)
+        return p + 9
+    if t == &PyBool_Type:
+        p[0] = <char>(OP_NEWTRUE if obj == Py_True else OP_NEWFALSE)
+        return p + 1
+    if t == &PyBytes_Type:
+        size = bytes_size(obj)
+        if size > 255:
+            return NULL
+        return put_leaf_data(self, p, obj, OP_SHORT_BINBYTES, bytes_data(obj), size, sparing)
+    return NULL
+
+
+cdef char* put_leaf_data(Pickler self, char* p, PyObject* obj, int op, const char* data, Py_ssize_t size,
+                         bint sparing) except? NULL:
+    """A string or bytes object of at most 255 bytes."""
+    cdef size_t slot = 0
     cdef Py_ssize_t position
-    cdef char* p
-    cdef int single = alone(self, obj, own)
+    cdef bint single = sparing and refcount(obj) == 1
     if not single:
         position = memo_find(&self.memo_table, obj, &slot)
         if position >= 0:
+            self.out.next = p
             put_get(self, position)
-            return 1
-        if self.thrifty and self.opaque:
-            return 0
-    if not PyUnicode_IS_ASCII(obj):
-        return 0
-    size = PyUnicode_GET_LENGTH(obj)
-    if size > 255:
-        return 0
-    if self.out.end - self.out.next < size + BUFFER_SLACK:
-        grow(self, size)
-    p = self.out.next
-    p[0] = <char>OP_SHORT_BINUNICODE
+            return self.out.next
+        if wary(self):
+            return NULL
+    p[0] = <char>op
     p[1] = <char>size
-    self.out.next = put_bytes(p + 2, <const char*>PyUnicode_DATA(obj), size)
+    p = put_bytes(p + 2, data, size)
     if single:
-        leave_out(self, obj, single)
-    else:
-        memoize_at(self, obj, slot)
+        return p
+    self.out.next = p
+    memoize_at(self, obj, slot)
+    return self.out.next
+
+
+cdef char* put_leaf_text(Pickler self, char* p, PyObject* obj, Py_ssize_t size, bint sparing) except? NULL:
+    """A string of `size` characters that is in the memo, or has less than 64 of them."""
+    cdef size_t slot = 0
+    cdef Py_ssize_t position
+    cdef char* end
+    cdef bint single = sparing and refcount(obj) == 1
+    if not PyUnicode_IS_COMPACT(obj):       # may not be ready
+        return NULL
+    if not single:
+        position = memo_find(&self.memo_table, obj, &slot)
+        if position >= 0:
+            self.out.next = p
+            put_get(self, position)
+            return self.out.next
+        if wary(self):
+            return NULL
+    if size > 255 // 4:     # UTF-8 has up to four bytes a character
+        return NULL
+    end = put_utf8(p + 2, obj)
+    p[0] = <char>OP_SHORT_BINUNICODE
+    p[1] = <char>(end - p - 2)
+    if single:
+        return end
+    self.out.next = end
+    memoize_at(self, obj, slot)
+    return self.out.next
+
+
+cdef inline bint has_leaves(Pickler self) noexcept:
+    """Whether put_leaf may be used at all."""
+    return not self.has_pers and self.proto >= 4
+
+
+cdef inline bint spares(Pickler self, int own) noexcept:
+    """What to pass on to put_leaf for items of which the pickler holds no reference; `own` is explained at `alone`."""
+    return self.thrifty and own >= 0
+
+
+cdef inline int save_leaf(Pickler self, PyObject* obj, int own) except -1:
+    """Save an object of the simplest kinds; 0 (and nothing written) for all others."""
+    cdef char* p
+    cdef bint sparing = spares(self, own)
+    if self.out.next >= self.out.limit or not has_leaves(self):
+        return 0
+    p = put_leaf(self, self.out.next, obj, sparing)
+    if p == NULL:
+        return 0
+    self.out.next = p
+    if sparing and not own & OWN_TEMPORARY:
+        note_leaf(self, obj)
     return 1
+
+
+cdef Py_ssize_t save_leaves(Pickler self, PyObject** items, Py_ssize_t count, int own) except -1:
+    """Save the first leaves of some items, and return their number. No user code runs in here."""
+    cdef char* p = self.out.next
+    cdef char* limit = self.out.limit
+    cdef char* end
+    cdef Py_ssize_t i = 0
+    cdef bint sparing = spares(self, own)
+    if not has_leaves(self):
+        return 0
+    while i < count and p < limit:
+        end = put_leaf(self, p, items[i], sparing)
+        if end == NULL:
+            break
+        p = end
+        i += 1
+    self.out.next = p
+    return i
+
+
+cdef Py_ssize_t save_pairs(Pickler self, PyObject* obj, Py_ssize_t* position, Py_ssize_t count, int own,
+                           PyObject** key, PyObject** value, bint* halfway) except -1:
+    """Save the first pairs of leaves of a dict from `position` on, up to `count`, and return their number.
+
+    What ends them is put into *key* and *value*, borrowed: NULL at the end of the dict or of the count. `halfway` tells
+    that this key is written. No user code runs in here.
+    """
+    cdef char* p = self.out.next
+    cdef char* end
+    cdef char* limit = self.out.limit
+    cdef Py_ssize_t start = position[0]
+    cdef Py_ssize_t written = 0
+    cdef bint sparing = spares(self, own)
+    cdef bint leaves = has_leaves(self)
+    cdef bint noting = sparing and count < SHORT_RUN and not own & OWN_TEMPORARY
+    halfway[0] = False
+    while True:
+        if written == count or not PyDict_Next(obj, position, key, value):
+            key[0] = value[0] = NULL
+            break
+        if not leaves or p >= limit:
+            break
+        end = put_leaf(self, p, key[0], sparing)
+        if end == NULL:
+            break
+        p = end
+        if noting:
+            note_leaf(self, key[0])
+        halfway[0] = True
+        if p >= limit:
+            break
+        end = put_leaf(self, p, value[0], sparing)
+        if end == NULL:
+            break
+        p = end
+        if noting:
+            note_leaf(self, value[0])
+        halfway[0] = False
+        written += 1
+    self.out.next = p
+    if sparing and not noting:
+        # The last pair has the position before the next one. A note too many, of its value, does no harm.
+        note_run(self, obj, start, position[0] if halfway[0] or key[0] == NULL else position[0] - 1, own)
+    return written
 
 
 cdef int save_carefully(Pickler self, PyObject* obj, int own) except -1:
@@ -1573,9 +1744,120 @@ cdef inline int alone_flags(int single) noexcept:
     return F_ALONE if single == ALONE else F_ALONE | F_TEMPORARY
 
 
+cdef inline int note_leaf(Pickler self, PyObject* item) except -1:
+    """Note an item that put_leaf has written with `sparing`, if it was alone."""
+    if refcount(item) == 1 and (type_of(item) == &PyUnicode_Type or type_of(item) == &PyBytes_Type):
+        if not log_add(&self.left_out, item):
+            raise MemoryError
+    return 0
+
+
+cdef inline int note_items(Pickler self, PyObject** items, Py_ssize_t count, int own) except -1:
+    """note_leaf for the first `count` items, which save_leaves has just written."""
+    cdef Py_ssize_t i
+    if spares(self, own) and not own & OWN_TEMPORARY:
+        for i in range(count):
+            note_leaf(self, items[i])
+    return 0
+
+
+cdef int note_run(Pickler self, PyObject* container, Py_ssize_t start, Py_ssize_t end, int own) except -1:
+    """The same for the items of a list or dict between two positions, without looking at them yet.
+
+    The notes cost more than the strings otherwise, and are hardly ever read. By the time they are, user code may have
+    moved items out of the container: then those may come out as copies.
+    """
+    cdef Run* run
+    cdef Py_ssize_t room
+    if start == end or own & OWN_TEMPORARY:
+        return 0
+    if self.run_count > self.runs_entered:
+        run = &self.runs[self.run_count - 1]
+        if run.container == container and run.end == start:
+            run.end = end
+            return 0
+    if end - start < SHORT_RUN:
+        return enter_run(self, container, start, end, False)
+    if self.run_count == self.run_room:
+        room = self.run_room * 2 if self.run_room else 16
+        run = <Run*>PyMem_Realloc(self.runs, room * sizeof(Run))
+        if run == NULL:
+            raise MemoryError
+        self.runs = run
+        self.run_room = room
+    run = &self.runs[self.run_count]
+    run.container = container
+    run.start = start
+    run.end = end
+    incref(container)
+    self.run_count += 1
+    return 0
+
+
+cdef int enter_run(Pickler self, PyObject* container, Py_ssize_t start, Py_ssize_t end, bint late) except -1:
+    """note_leaf for the items between two positions; `late`: some may have got other references since."""
+    cdef PyObject* key
+    cdef PyObject* value
+    cdef Py_ssize_t i
+    if PyList_CheckExact(container):
+        for i in range(start, min(end, list_size(container))):
+            note_item(self, list_item(container, i), late)
+    else:
+        while start < end and PyDict_Next(container, &start, &key, &value):
+            note_item(self, key, late)
+            note_item(self, value, late)
+    return 0
+
+
+cdef inline int note_item(Pickler self, PyObject* item, bint late) except -1:
+    cdef size_t slot
+    if not late or refcount(item) == 1:
+        return note_leaf(self, item)
+    if type_of(item) == &PyUnicode_Type or type_of(item) == &PyBytes_Type:
+        if memo_find(&self.memo_table, item, &slot) < 0 and not log_add(&self.left_out, item):
+            raise MemoryError
+    return 0
+
+
+cdef int enter_runs(Pickler self) except -1:
+    """Enter all runs into `left_out`. Their references are kept: dropping them may run finalizers."""
+    cdef Run* run
+    while self.runs_entered < self.run_count:
+        run = &self.runs[self.runs_entered]
+        self.runs_entered += 1
+        enter_run(self, run.container, run.start, run.end, True)
+    return 0
+
+
+cdef int drop_runs(Pickler self) except -1:
+    """Forget the runs. Dropping references may run finalizers, so it comes last."""
+    cdef Run* runs = self.runs
+    cdef Py_ssize_t count = self.run_count
+    cdef Py_ssize_t i
+    self.runs = NULL
+    self.run_count = self.run_room = self.runs_entered = 0
+    for i in range(count):
+        decref(runs[i].container)
+    PyMem_Free(runs)
+    return 0
+
+
+cdef int forget_left_out(Pickler self) except -1:
+    log_free(&self.left_out)
+    drop_runs(self)
+    return 0
+
+
+cdef inline bint wary(Pickler self) noexcept:
+    """Whether an object that is not alone and not in the memo may have been left out; check_first tells."""
+    return self.thrifty and self.opaque and (self.left_out.count or self.run_count)
+
+
 cdef int check_first(Pickler self, PyObject* obj) except -1:
     """An object that is not alone and not in the memo: if a reducer has brought it up, it may have been left out."""
-    cdef int found = log_has(&self.left_out, obj)
+    cdef int found
+    enter_runs(self)
+    found = log_has(&self.left_out, obj)
     if found < 0:
         raise MemoryError
     if found:
@@ -1604,7 +1886,7 @@ cdef int save_object(Pickler self, PyObject* obj, int own) except -1:
         position = memo_find(&self.memo_table, obj, &slot)
         if position >= 0:
             return put_get(self, position)
-        if self.thrifty and self.opaque and self.left_out.count:
+        if wary(self):
             check_first(self, obj)
     if t == &PyDict_Type:
         return save_dict(self, obj, slot, single)
@@ -1642,23 +1924,21 @@ cdef inline int save_long(Pickler self, PyObject* obj) except -1:
     cdef long value
     if not self.bin_ or not fastcap_small_int(obj, &value):
         return save_big_long(self, obj)
-    put_int(self, value)
+    self.out.next = put_int(self.out.next, value)
     return 0
 
 
-cdef inline void put_int(Pickler self, long value) noexcept:
+cdef inline char* put_int(char* p, long value) noexcept:
     """An int of 32 bits with the shortest binary opcode."""
-    cdef char* p = self.out.next
     if value & ~0xffff:
         p[0] = <char>OP_BININT
-        self.out.next = put_u32(p + 1, <unsigned int>value)
-    elif value & 0xff00:
+        return put_u32(p + 1, <unsigned int>value)
+    if value & 0xff00:
         p[0] = <char>OP_BININT2
-        self.out.next = put_u16(p + 1, <unsigned int>value)
-    else:
-        p[0] = <char>OP_BININT1
-        p[1] = <char>value
-        self.out.next = p + 2
+        return put_u16(p + 1, <unsigned int>value)
+    p[0] = <char>OP_BININT1
+    p[1] = <char>value
+    return p + 2
 
 
 cdef int save_big_long(Pickler self, PyObject* obj) except -1:
@@ -1728,7 +2008,7 @@ cdef inline int save_unicode(Pickler self, PyObject* obj, int own) except -1:
         position = memo_find(&self.memo_table, obj, &slot)
         if position >= 0:
             return put_get(self, position)
-        if self.thrifty and self.opaque and self.left_out.count:
+        if wary(self):
             check_first(self, obj)
     if not PyUnicode_IS_ASCII(obj) or not self.bin_:
         return save_other_text(self, obj, single)
@@ -1988,7 +2268,7 @@ cdef int save_picklebuffer(Pickler self, PyObject* obj) except -1:
 
 cdef int save_tuple(Pickler self, PyObject* obj, int single) except -1:
     cdef Py_ssize_t size = tuple_size(obj)
-    cdef Py_ssize_t position = 0
+    cdef Py_ssize_t position
     # A tuple is memoized after its items. If it contains itself it is met again before that, and its items with it.
     cdef int own = items_own(alone_flags(single)) if single else OWN_UNKNOWN
     cdef Frame* f
@@ -2001,8 +2281,8 @@ cdef int save_tuple(Pickler self, PyObject* obj, int single) except -1:
         return 0
     if size > 3 or self.proto < 2:
         put(self, OP_MARK)
-    while position < size and save_leaf(self, tuple_item(obj, position), own):
-        position += 1
+    position = save_leaves(self, fastcap_tuple_items(obj), size, own)
+    note_items(self, fastcap_tuple_items(obj), position, own)
     if position == size and not self.fast_:
         # No user code has run: it is neither in the memo by now nor shared.
         put(self, OP_TUPLE if size > 3 else OP_TUPLE1 - 1 + size)
@@ -2017,13 +2297,18 @@ cdef int step_tuple(Pickler self, Frame* f) except -1:
     cdef PyObject* obj = f.obj
     cdef Py_ssize_t size = tuple_size(obj)
     cdef Py_ssize_t position
+    cdef Py_ssize_t count
     cdef Py_ssize_t i
     cdef size_t slot
     cdef int own = items_own(f.flags) if f.flags & F_ALONE else OWN_UNKNOWN     # see save_tuple
     while f.pos < size:
-        f.pos += 1
-        if not save_leaf(self, tuple_item(obj, f.pos - 1), own) and save(self, tuple_item(obj, f.pos - 1), own):
-            return 1
+        count = save_leaves(self, fastcap_tuple_items(obj) + f.pos, size - f.pos, own)
+        note_items(self, fastcap_tuple_items(obj) + f.pos, count, own)
+        f.pos += count
+        if f.pos < size:
+            f.pos += 1
+            if save(self, tuple_item(obj, f.pos - 1), own):
+                return 1
     if f.flags & F_ALONE and refcount(obj) <= 2:
         put(self, OP_TUPLE if size > 3 or self.proto < 2 else OP_TUPLE1 - 1 + size)
         leave_out(self, obj, ALONE_TEMPORARY if f.flags & F_TEMPORARY else ALONE)
@@ -2083,8 +2368,7 @@ cdef int save_list(Pickler self, PyObject* obj, size_t slot, int single) except 
         put(self, OP_MARK)
     if size < BATCH_SIZE:
         # Leaves up to the first other item need no frame, and often there is no other item.
-        while position < size and save_leaf(self, list_item(obj, position), items_own(alone_flags(single))):
-            position += 1
+        position = save_list_leaves(self, obj, 0, size, items_own(alone_flags(single)))
         if position == size:
             put(self, OP_APPENDS if size > 1 else OP_APPEND)
             if f != NULL:
@@ -2100,6 +2384,19 @@ cdef int save_list(Pickler self, PyObject* obj, size_t slot, int single) except 
     return 1
 
 
+cdef inline Py_ssize_t save_list_leaves(Pickler self, PyObject* obj, Py_ssize_t position, Py_ssize_t count,
+                                        int own) except -1:
+    """Save the first leaves among `count` items of a list, and return their number."""
+    cdef Py_ssize_t written = save_leaves(self, fastcap_list_items(obj) + position, count, own)
+    if not spares(self, own):
+        return written
+    if written < SHORT_RUN and list_size(obj) < SHORT_RUN:
+        note_items(self, fastcap_list_items(obj) + position, written, own)
+    else:
+        note_run(self, obj, position, position + written, own)
+    return written
+
+
 cdef int push_batch(Pickler self, int kind, PyObject* iterator) except -1:
     cdef Frame* f = push(self, kind, NULL)
     f.a = iterator
@@ -2112,24 +2409,30 @@ cdef int push_batch(Pickler self, int kind, PyObject* iterator) except -1:
 cdef int step_list(Pickler self, Frame* f) except -1:
     """batch_list_exact: MARK item ... item APPENDS. The list may change while its items are saved."""
     cdef PyObject* obj = f.obj
+    cdef Py_ssize_t count
+    cdef Py_ssize_t written
     if self.proto == 0:
         return 0        # a K_BATCH_LIST has done it
     while True:
         if f.step:
             # The item at pos was pushed and is written by now.
             f.step = 0
+            written = 1
         else:
-            if f.pos >= list_size(obj):
+            count = min(list_size(obj) - f.pos, <Py_ssize_t>(BATCH_SIZE - f.batch))
+            if count <= 0:
                 break
-            if (not save_leaf(self, list_item(obj, f.pos), items_own(f.flags))
-                    and save(self, list_item(obj, f.pos), items_own(f.flags))):
-                f.step = 1
-                return 1
-        f.pos += 1
+            written = save_list_leaves(self, obj, f.pos, count, items_own(f.flags))
+            if written == 0:
+                if save(self, list_item(obj, f.pos), items_own(f.flags)):
+                    f.step = 1
+                    return 1
+                written = 1
+        f.pos += written
         if f.flags & F_SINGLE:
             put(self, OP_APPEND)
             return 0
-        f.batch += 1
+        f.batch += <int>written
         if f.batch == BATCH_SIZE:
             if f.pos >= list_size(obj):
                 break
@@ -2170,23 +2473,17 @@ cdef int save_items(Pickler self, PyObject* obj, Frame* f, int flags) except -1:
     """The items of a dict that is not empty; in its frame `f`, where it has one already, with `flags`."""
     cdef Py_ssize_t size = dict_size(obj)
     cdef Py_ssize_t position = 0
-    cdef PyObject* key
+    cdef PyObject* key = NULL
     cdef PyObject* value = NULL
-    cdef int count = 0
+    cdef bint halfway = False
+    cdef Py_ssize_t count = 0
     if size == 1:
         flags |= F_SINGLE
     else:
         put(self, OP_MARK)
     if size < BATCH_SIZE:
         # Leaves up to the first other value need no frame, and often there is no other value.
-        while PyDict_Next(obj, &position, &key, &value):
-            if not save_leaf(self, key, items_own(flags)):
-                position -= 1
-                value = NULL
-                break
-            if not save_leaf(self, value, items_own(flags)):
-                break
-            count += 1
+        count = save_pairs(self, obj, &position, size, items_own(flags), &key, &value, &halfway)
         if count == size:
             put(self, OP_SETITEM if flags & F_SINGLE else OP_SETITEMS)
             if flags & F_BUILD:
@@ -2199,59 +2496,56 @@ cdef int save_items(Pickler self, PyObject* obj, Frame* f, int flags) except -1:
     f.flags |= flags
     f.size = size
     f.pos = position
-    f.batch = count
-    if value != NULL:
+    f.batch = <int>count
+    hold_pair(f, key, value, halfway)
+    return 1
+
+
+cdef inline void hold_pair(Frame* f, PyObject* key, PyObject* value, bint halfway) noexcept:
+    """User code may run while the pair is saved: key and value must survive that."""
+    if key != NULL:
         incref(key)
         incref(value)
         f.a = value
         f.b = key
-        f.step = 1
-    return 1
+        f.step = 2 if halfway else 1
 
 
 cdef int step_dict(Pickler self, Frame* f) except -1:
-    """batch_dict_exact: MARK key value ... SETITEMS."""
+    """batch_dict_exact: MARK key value ... SETITEMS.
+
+    Step 0 saves what pairs of leaves come next, 1 the key of another pair, 2 its value, and 3 comes after that.
+    """
     cdef PyObject* obj = f.obj
     cdef PyObject* key
     cdef PyObject* value
+    cdef Py_ssize_t count
+    cdef bint halfway
     if self.proto == 0:
         return 0        # a K_BATCH_DICT has done it
     while True:
         if f.step == 0:
-            if not PyDict_Next(obj, &f.pos, &key, &value):
+            count = save_pairs(self, obj, &f.pos, BATCH_SIZE - f.batch, items_own(f.flags), &key, &value, &halfway)
+            f.batch += <int>count
+            hold_pair(f, key, value, halfway)
+            if f.step == 0 and f.batch < BATCH_SIZE:
                 break
-            if save_leaf(self, key, items_own(f.flags)):
-                if save_leaf(self, value, items_own(f.flags)):
-                    f.step = 3
-                else:
-                    f.step = 1
-            if f.step != 3:
-                # User code may run: key and value must survive that.
-                incref(key)
-                incref(value)
-                f.a = value
-                f.b = key
-                if f.step == 0:
-                    f.step = 1
-                    if save(self, key, 1 | items_own(f.flags)):
-                        return 1
         if f.step == 1:
             f.step = 2
-            if save(self, f.a, 1 | items_own(f.flags)):
+            if save(self, f.b, 1 | items_own(f.flags)):
                 return 1
         if f.step == 2:
+            f.step = 3
+            if save(self, f.a, 1 | items_own(f.flags)):
+                return 1
+        if f.step == 3:
             key = f.b
             value = f.a
             f.a = f.b = NULL
             decref(key)
             decref(value)
-        f.step = 0
-        if f.flags & F_SINGLE:
-            put(self, OP_SETITEM)
-            if f.flags & F_BUILD:
-                put(self, OP_BUILD)
-            return 0
-        f.batch += 1
+            f.step = 0
+            f.batch += 1
         if f.batch == BATCH_SIZE:
             put(self, OP_SETITEMS)
             if check_size(self, f, dict_size(obj)):
@@ -2259,8 +2553,10 @@ cdef int step_dict(Pickler self, Frame* f) except -1:
             # CPython opens another batch even where nothing is left.
             put(self, OP_MARK)
             f.batch = 0
-    put(self, OP_SETITEMS)
-    if check_size(self, f, dict_size(obj)):
+        elif f.flags & F_SINGLE:
+            break
+    put(self, OP_SETITEM if f.flags & F_SINGLE else OP_SETITEMS)
+    if not f.flags & F_SINGLE and check_size(self, f, dict_size(obj)):
         put(self, OP_SETITEMS)
     if f.flags & F_BUILD:
         put(self, OP_BUILD)
@@ -2319,7 +2615,7 @@ cdef int step_set(Pickler self, Frame* f) except -1:
         else:
             if not _PySet_NextEntry(obj, &f.pos, &item, &hash_):
                 break
-            if save(self, item, items_own(f.flags)):
+            if not save_leaf(self, item, items_own(f.flags)) and save(self, item, items_own(f.flags)):
                 f.step = 1
                 return 1
         f.batch += 1
@@ -2354,8 +2650,9 @@ cdef int step_frozenset(Pickler self, Frame* f) except -1:
     cdef Py_hash_t hash_
     cdef size_t slot
     cdef Py_ssize_t position
+    cdef int own = items_own(f.flags) if f.flags & F_ALONE else OWN_UNKNOWN     # see save_tuple
     while _PySet_NextEntry(obj, &f.pos, &item, &hash_):
-        if save(self, item, items_own(f.flags) if f.flags & F_ALONE else OWN_UNKNOWN):     # see save_tuple
+        if not save_leaf(self, item, own) and save(self, item, own):
             return 1
     if f.flags & F_ALONE and refcount(obj) <= 2 and not fastcap_set_has_weakrefs(obj):
         put(self, OP_FROZENSET)
@@ -2371,19 +2668,32 @@ cdef int step_frozenset(Pickler self, Frame* f) except -1:
     return 0
 
 
-cdef int step_batch_list(Pickler self, Frame* f) except -1:
-    """batch_list: the items of an iterator.
+cdef int step_batch(Pickler self, Frame* f) except -1:
+    """batch_list and batch_dict: the items or pairs of an iterator; obj is the one to be saved, pos what of a pair is.
 
     Step 0 opens a batch, 1 ends a single item, 2 comes after the first of several items and 3 after each later one;
     protocol 0 knows no batches: step 4 fetches an item, 5 appends it.
     """
+    cdef bint pairs = f.kind == K_BATCH_DICT
     cdef PyObject* item
     while True:
+        if f.obj != NULL:
+            item = f.obj
+            if pairs:
+                while f.pos < 2:
+                    f.pos += 1
+                    if save(self, tuple_item(item, f.pos - 1), OWN_TEMPORARY if refcount(item) == 1 else OWN_UNKNOWN):
+                        return 1
+                f.pos = 0
+                f.obj = NULL
+                decref(item)
+            else:
+                f.obj = NULL
+                if save_owned(self, item):
+                    return 1
         if f.step == 0:
-            item = next_item(self, f)
-            if item == NULL:
+            if not take_item(f, next_item(self, f)):
                 return 0
-            f.obj = item
             f.b = next_item(self, f)
             if f.b == NULL:
                 f.step = 1
@@ -2392,35 +2702,36 @@ cdef int step_batch_list(Pickler self, Frame* f) except -1:
                 f.batch = 1
                 put(self, OP_MARK)
         elif f.step == 1:
-            put(self, OP_APPEND)
+            put(self, OP_SETITEM if pairs else OP_APPEND)
             return 0
         elif f.step == 2:
-            f.obj = f.b
+            item = f.b
             f.b = NULL
             f.step = 3
+            take_item(f, item)
         elif f.step == 3:
             f.batch += 1
             if f.batch == BATCH_SIZE:
-                put(self, OP_APPENDS)
+                put(self, OP_SETITEMS if pairs else OP_APPENDS)
                 f.step = 0
-                continue
-            f.obj = next_item(self, f)
-            if f.obj == NULL:
-                put(self, OP_APPENDS)
+            elif not take_item(f, next_item(self, f)):
+                put(self, OP_SETITEMS if pairs else OP_APPENDS)
                 return 0
         elif f.step == 4:
-            f.obj = next_item(self, f)
-            if f.obj == NULL:
+            if not take_item(f, next_item(self, f)):
                 return 0
             f.step = 5
         else:
-            put(self, OP_APPEND)
+            put(self, OP_SETITEM if pairs else OP_APPEND)
             f.step = 4
-            continue
-        item = f.obj
-        f.obj = NULL
-        if save_owned(self, item):
-            return 1
+
+
+cdef inline bint take_item(Frame* f, PyObject* item) except -1:
+    """Let a frame own an iterator's item, and save it next; False for NULL. What has to be a pair is checked."""
+    f.obj = item
+    if item != NULL and f.kind == K_BATCH_DICT:
+        check_pair(item)
+    return item != NULL
 
 
 cdef inline PyObject* next_item(Pickler self, Frame* f) except? NULL:
@@ -2436,61 +2747,6 @@ cdef int save_owned(Pickler self, PyObject* obj) except -1:
         return save(self, obj, OWN_TEMPORARY)      # the iterator's reference, now ours, is the owner's
     finally:
         decref(obj)
-
-
-cdef int step_batch_dict(Pickler self, Frame* f) except -1:
-    """batch_dict: the pairs of an iterator; steps as in step_batch_list, obj and pos say what of a pair is written."""
-    cdef PyObject* pair
-    while True:
-        if f.obj != NULL:
-            while f.pos < 2:
-                f.pos += 1
-                if save(self, tuple_item(f.obj, f.pos - 1), OWN_TEMPORARY if refcount(f.obj) == 1 else OWN_UNKNOWN):
-                    return 1
-            f.pos = 0
-            pair = f.obj
-            f.obj = NULL
-            decref(pair)
-        if f.step == 0:
-            f.obj = next_item(self, f)
-            if f.obj == NULL:
-                return 0
-            check_pair(f.obj)
-            f.b = next_item(self, f)
-            if f.b == NULL:
-                f.step = 1
-            else:
-                f.step = 2
-                f.batch = 1
-                put(self, OP_MARK)
-        elif f.step == 1:
-            put(self, OP_SETITEM)
-            return 0
-        elif f.step == 2:
-            f.obj = f.b
-            f.b = NULL
-            check_pair(f.obj)
-            f.step = 3
-        elif f.step == 3:
-            f.batch += 1
-            if f.batch == BATCH_SIZE:
-                put(self, OP_SETITEMS)
-                f.step = 0
-                continue
-            f.obj = next_item(self, f)
-            if f.obj == NULL:
-                put(self, OP_SETITEMS)
-                return 0
-            check_pair(f.obj)
-        elif f.step == 4:
-            f.obj = next_item(self, f)
-            if f.obj == NULL:
-                return 0
-            check_pair(f.obj)
-            f.step = 5
-        else:
-            put(self, OP_SETITEM)
-            f.step = 4
 
 
 cdef int check_pair(PyObject* pair) except -1:
@@ -2904,8 +3160,10 @@ cdef int save_reducible(Pickler self, PyObject* obj, PyTypeObject* t, bint hooke
     elif PyType_IsSubtype(t, &PyType_Type):
         return save_global(self, <object>obj, None)
     else:
-        function = lookup(<object>obj, S_reduce_ex)
-        if function is not MISSING:
+        function = reduce_ex_of(obj, t)
+        if function is not None:
+            value = function(<object>obj, self.proto)
+        elif (function := lookup(<object>obj, S_reduce_ex)) is not MISSING:
             value = function(self.proto)
         else:
             function = lookup(<object>obj, S_reduce)
@@ -2914,6 +3172,18 @@ cdef int save_reducible(Pickler self, PyObject* obj, PyTypeObject* t, bint hooke
             value = function()
     called(self)
     return save_value(self, value, obj)
+
+
+cdef object reduce_ex_of(PyObject* obj, PyTypeObject* t):
+    """__reduce_ex__ of an object's class, to be called with the object first, where obj.__reduce_ex__ is a method in C.
+
+    Anything else is None. Saves making the bound method.
+    """
+    cdef PyObject* found
+    if not fastcap_generic_getattr(t) or fastcap_has_dict(t):
+        return None
+    found = _PyType_Lookup(t, <PyObject*>S_reduce_ex)
+    return <object>found if found != NULL and fastcap_is_method_descriptor(found) else None
 
 
 cdef int save_value(Pickler self, object value, PyObject* obj) except -1:
@@ -3158,7 +3428,7 @@ cdef int begin_reduce(Pickler self, PyObject* value, PyObject* obj) except -1:
     f = push(self, K_REDUCE, obj)
     f.a = value
     incref(value)
-    if self.proto >= 2 and function != <PyObject*>&PyType_Type:
+    if self.proto >= 2 and fastcap_may_be_newobj(function):
         name = lookup(<object>function, S_name)
         self.epoch += 1
         if isinstance(name, str):
@@ -3449,6 +3719,11 @@ cdef PyObject* state_with_slots(Pickler self, PyObject* obj, PyObject* state, Py
     return <PyObject*>dict_state
 
 
+cdef inline int state_own(PyObject* state) noexcept:
+    """What to pass to save for a state: the instance's own dict, or what state_with_slots has made."""
+    return 1 if PyDict_CheckExact(state) else OWN_TEMPORARY
+
+
 cdef int save_state(Pickler self, PyObject* state) except -1:
     """Write a state and BUILD; takes over the reference `state`."""
     cdef size_t slot = 0
@@ -3465,7 +3740,7 @@ cdef int save_state(Pickler self, PyObject* state) except -1:
             if position >= 0:
                 put_get(self, position)
             else:
-                if not single and self.thrifty and self.opaque and self.left_out.count:
+                if not single and wary(self):
                     check_first(self, state)
                 put(self, OP_EMPTY_DICT)
                 if single:
@@ -3477,7 +3752,7 @@ cdef int save_state(Pickler self, PyObject* state) except -1:
             put(self, OP_BUILD)
             return 0
         push(self, K_BUILD, NULL)
-        if save_object(self, state, 1):
+        if save_object(self, state, state_own(state)):
             return 1
         put(self, OP_BUILD)
         pop(self)
@@ -3510,7 +3785,7 @@ cdef int step_instance(Pickler self, Frame* f) except -1:
         if f.a == NULL:
             return 0
         f.step = 2
-        if save(self, f.a, 1):
+        if save(self, f.a, state_own(f.a)):
             return 1
     put(self, OP_BUILD)
     return 0

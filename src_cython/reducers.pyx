@@ -136,6 +136,15 @@ cdef extern from *:
         return ((PyTypeObject *)type)->tp_version_tag;
     }
 
+    /* What `type.__dict__` of a class shows, as a new reference. */
+    static inline PyObject *fc_type_dict(PyObject *type) {
+    #if PY_VERSION_HEX >= 0x030C0000
+        return PyType_GetDict((PyTypeObject *)type);
+    #else
+        return Py_NewRef(((PyTypeObject *)type)->tp_dict);
+    #endif
+    }
+
     static PyObject *fc_copy_string(PyObject *text) {
     #if PY_VERSION_HEX < 0x030C0000
         if (PyUnicode_READY(text) < 0) {
@@ -193,6 +202,7 @@ cdef extern from *:
     PyObject *fc_module_dict(object) noexcept
     PyObject *fc_type_lookup(object, object) noexcept
     unsigned int fc_type_version(object) noexcept
+    object fc_type_dict(object)
     object fc_copy_string(object)
 
 cdef extern from "Python.h":
@@ -207,6 +217,7 @@ cdef extern from "Python.h":
     bint PyCell_Check(object) noexcept
     PyObject *PyCell_GET(object) noexcept
     PyObject *PyDict_GetItemWithError(object, object) except? NULL
+    PyObject *PyDict_SetDefault(object, object, object) except NULL
     object PyDict_Copy(object)
     list PyDict_Keys(object)
     object PyUnicode_Join(object, object)
@@ -326,9 +337,8 @@ cdef class CodeInfo:
     """What the reducers want to know about one code object; lives in that object's ``co_extra``."""
 
     cdef tuple global_names         # names of globals that the code, or code nested in it, refers to; in order
-    cdef frozenset attribute_names  # co_names
     cdef uint64_t modules_version   # the version of sys.modules that `submodules` belongs to; 0: none
-    cdef dict submodules            # "package." -> tuple of the submodules' names that the code can address
+    cdef dict submodules            # "package." -> tuple of the submodules' names that the code can address; or None
 
 
 cdef CodeInfo code_info(object code):
@@ -357,8 +367,6 @@ cdef CodeInfo code_info(object code):
                 found.setdefault(name, None)
     info = CodeInfo.__new__(CodeInfo)
     info.global_names = tuple(found)
-    info.attribute_names = frozenset(<object>fc_code_names(code))
-    info.submodules = {}
     if extra_index >= 0:
         Py_INCREF(<PyObject *>info)
         try:
@@ -441,6 +449,7 @@ cdef int find_imported_submodules(Flavor flavor, object code, CodeInfo info, obj
     cdef object prefix, modules, name, parts, part
     cdef uint64_t version
     cdef list below, names
+    cdef set attribute_names
     cdef tuple addressed = None
     if not isinstance(module, ModuleType) or not getattr(module, "__package__", None):
         return 0
@@ -451,25 +460,28 @@ cdef int find_imported_submodules(Flavor flavor, object code, CodeInfo info, obj
         return 0
     version = fc_dict_version(<dict>modules)
     if version != 0:
-        if info.modules_version == version:
-            addressed = info.submodules.get(prefix)
-        else:
-            info.submodules = {}
+        if info.modules_version != version:
+            info.submodules = None
             info.modules_version = version
+        elif info.submodules is not None:
+            addressed = info.submodules.get(prefix)
     if addressed is None:
         below = submodules_below(<dict>modules, version, <str>prefix)
         if below is None:
             found.extend(flavor.find_imported_submodules(code, [module]))
             return 0
         names = []
+        attribute_names = set(<object>fc_code_names(code))
         for name, parts in below:
             for part in <tuple>parts:
-                if part not in info.attribute_names:
+                if part not in attribute_names:
                     break
             else:
                 names.append(name)
         addressed = tuple(names)
         if version != 0 and info.modules_version == version == fc_dict_version(<dict>modules):
+            if info.submodules is None:
+                info.submodules = {}
             info.submodules[prefix] = addressed
     for name in addressed:
         found.append(modules[name])
@@ -622,10 +634,14 @@ cdef object or_none(PyObject *value):
 cdef tuple function_getnewargs(object func, object globals_ref):
     cdef object code = <object>fc_func_code(func)
     cdef object func_globals = <object>fc_func_globals(func)
-    cdef object base_globals = globals_ref.setdefault(<size_t><void *>func_globals, {})
-    cdef object key, closure = None
+    cdef object base_globals, key, closure = None
     cdef Py_ssize_t index, count
     cdef PyObject *value
+    key = <size_t><void *>func_globals
+    if type(globals_ref) is dict:
+        base_globals = <object>PyDict_SetDefault(globals_ref, key, {})
+    else:
+        base_globals = globals_ref.setdefault(key, {})
     if not <dict>base_globals if type(base_globals) is dict else base_globals == {}:
         for key in ("__package__", "__name__", "__path__", "__file__"):
             if PyDict_CheckExact(func_globals):
@@ -645,7 +661,7 @@ cdef tuple function_getnewargs(object func, object globals_ref):
 cdef tuple function_getstate(Flavor flavor, object func):
     cdef object code = <object>fc_func_code(func)
     cdef CodeInfo info = code_info(code)
-    cdef object func_globals, closure, name, value
+    cdef object func_globals, closure, name, value, function_name, qualified_name, annotations
     cdef PyObject *item
     cdef dict slotstate, f_globals, attributes
     cdef list submodules, closure_values
@@ -653,19 +669,10 @@ cdef tuple function_getstate(Flavor flavor, object func):
     if info is None:
         return flavor.function_getstate(func)
     closure = or_none(fc_func_closure(func))
+    function_name, qualified_name = <object>fc_func_name(func), <object>fc_func_qualname(func)
     if flavor.copies_function_names:
-        slotstate = {
-            "__name__": copy_text(<object>fc_func_name(func)),
-            "__qualname__": copy_text(<object>fc_func_qualname(func)),
-        }
-    else:
-        slotstate = {"__name__": <object>fc_func_name(func), "__qualname__": <object>fc_func_qualname(func)}
-    slotstate["__annotations__"] = func.__annotations__
-    slotstate["__kwdefaults__"] = or_none(fc_func_kwdefaults(func))
-    slotstate["__defaults__"] = or_none(fc_func_defaults(func))
-    slotstate["__module__"] = or_none(fc_func_module(func))
-    slotstate["__doc__"] = or_none(fc_func_doc(func))
-    slotstate["__closure__"] = closure
+        function_name, qualified_name = copy_text(function_name), copy_text(qualified_name)
+    annotations = func.__annotations__
 
     func_globals = <object>fc_func_globals(func)
     f_globals = {}
@@ -689,8 +696,18 @@ cdef tuple function_getstate(Flavor flavor, object func):
         find_imported_submodules(flavor, code, info, value, submodules)
     for value in closure_values:
         find_imported_submodules(flavor, code, info, value, submodules)
-    slotstate["_cloudpickle_submodules"] = submodules
-    slotstate["__globals__"] = f_globals
+    slotstate = {
+        "__name__": function_name,
+        "__qualname__": qualified_name,
+        "__annotations__": annotations,
+        "__kwdefaults__": or_none(fc_func_kwdefaults(func)),
+        "__defaults__": or_none(fc_func_defaults(func)),
+        "__module__": or_none(fc_func_module(func)),
+        "__doc__": or_none(fc_func_doc(func)),
+        "__closure__": closure,
+        "_cloudpickle_submodules": submodules,
+        "__globals__": f_globals,
+    }
 
     if flavor.copies_function_names:
         attributes = {}
@@ -779,6 +796,8 @@ cdef tuple enum_getnewargs(Flavor flavor, object cls):
 
 cdef dict class_namespace(object cls):
     """A copy of ``cls.__dict__``."""
+    if type(cls) is type:
+        return <dict>PyDict_Copy(fc_type_dict(cls))
     namespace = cls.__dict__
     if type(namespace) is MappingProxyType:
         namespace = namespace.copy()
@@ -791,20 +810,25 @@ cdef dict extract_class_dict(Flavor flavor, object cls):
     cdef dict own = class_namespace(cls)
     cdef dict kept
     cdef object bases = cls.__bases__
-    cdef object name, value, base, inherited, key
+    cdef object name, value, base, inherited, key, namespace, base_value
     cdef list names
+    cdef PyObject *item
     if flavor.sorts_class_dict:
         names = list(own)
         names.sort()
     else:
         names = list(own)
     kept = {}
-    inherited = [base.__dict__ for base in bases]
+    inherited = [fc_type_dict(base) if type(base) is type else base.__dict__ for base in bases]
     for name in names:
         value = own[name]
         key = copy_text(name) if flavor.sorts_class_dict else name
         for namespace in inherited:
-            base_value = namespace.get(name, missing)
+            if PyDict_CheckExact(namespace):
+                item = PyDict_GetItemWithError(namespace, name)
+                base_value = missing if item == NULL else <object>item
+            else:
+                base_value = namespace.get(name, missing)
             if base_value is not missing:
                 break
         else:

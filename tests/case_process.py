@@ -3,7 +3,8 @@
 The case's file runs as ``__main__``, so that what it defines is pickled by value. Prints one JSON object. ``bytes``:
 whether MODULE dumps the same bytes as cloudpickle, or raises alike. ``culprit``: the path and retained size of the
 biggest capture that ``fastcap.analyze`` finds, and all other paths. ``findings``: what is wrong with the object, and
-with the file that its pickle makes.
+with the file that its pickle makes. ``blockers``: whether fastcap and Ray's ``inspect_serializability`` name what stops
+it from being pickled, and in how many milliseconds of this process.
 """
 
 import hashlib
@@ -69,7 +70,41 @@ def list_findings(obj: Any) -> dict[str, Any]:
     return answer
 
 
-TASKS = {"bytes": compare_bytes, "culprit": find_culprit, "findings": list_findings}
+def compare_blockers(obj: Any) -> dict[str, Any]:
+    """Who names the culprit: in the path of a finding, or of a failure of Ray's (at its depth of 3, which is usual)."""
+    import contextlib
+    import io
+    import re
+    import time
+
+    from ray.util import inspect_serializability
+
+    import fastcap
+
+    def by_fastcap() -> list[str]:
+        return [row.path for row in fastcap.analyze(obj).findings if row.code.startswith("FC1")]
+
+    def by_ray() -> list[str]:
+        with contextlib.redirect_stdout(io.StringIO()):
+            _, failures = inspect_serializability(obj)
+        return [" -> ".join(map(str, failure.path)) for failure in failures]
+
+    culprit = re.escape(sys.modules["__main__"].CULPRIT_NAME)
+    answer: dict[str, Any] = {}
+    for name, find in (("fastcap", by_fastcap), ("ray", by_ray)) * 3:
+        start = time.process_time()
+        try:
+            named = find()
+        except (Exception, RecursionError) as error:
+            named = [f"raises {type(error).__name__}"]
+        taken = 1000 * (time.process_time() - start)
+        right = any(re.search(rf"(?<![^\W_]){culprit}(?![^\W_])", path) for path in named)
+        best = min(taken, answer.get(name, {}).get("milliseconds", taken))
+        answer[name] = {"right": right, "milliseconds": round(best, 2), "named": [each[:100] for each in named[:3]]}
+    return answer
+
+
+TASKS = {"blockers": compare_blockers, "bytes": compare_bytes, "culprit": find_culprit, "findings": list_findings}
 
 
 def main() -> None:

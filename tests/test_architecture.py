@@ -14,13 +14,19 @@ PACKAGE = Path(fastcap.__file__).parent
 # Every module stands on a floor and imports only from floors below. Modules of one floor do not know each other.
 FLOORS = [
     {"errors"},
-    {"_native", "report", "paths"},
-    {"render", "comparison", "pickling", "stores", "inert", "limits"},
+    {"_native", "report", "paths", "placeholders", "rules"},
+    {"render", "comparison", "pickling", "stores", "inert", "limits", "folders"},
     {"explain", "config", "external", "render.layout"},
-    {"findings", "opening", "slimming", "render.text", "render.diff", "render.folded", "render.html"},
+    {"scene", "opening", "render.text", "render.diff", "render.folded", "render.html"},
+    {"portability", "fidelity", "waste"},
+    {"findings"},
+    {"slimming"},
     {"analysis"},
-    {"checking"},
-    {"targets", "editing", "record", "ray"},
+    {"checking", "editing"},
+    {"targets", "record", "substitution"},
+    {"loading"},
+    {"saving"},
+    {"ray"},
     {"cli", "pytest_plugin"},
     {"__main__"},
 ]
@@ -32,11 +38,15 @@ RESERVED = {
     "click": {"cli"},
     "rich": {"cli", "render.layout"},
     "pytest": {"pytest_plugin"},
-    "pickle": {"pickling", "editing", "analysis", "slimming", "ray"},
+    "fsspec": {"folders"},
+    "pickle": {"pickling", "editing", "analysis", "slimming", "loading", "placeholders", "ray"},
 }
 
 # Who may use the native core; what only shows reports must work without it.
-NATIVE_USERS = {"pickling", "analysis", "explain", "inert", "external", "opening", "editing", "record", "slimming"}
+NATIVE_USERS = {
+    "pickling", "analysis", "explain", "inert", "external", "opening", "editing", "record", "saving", "slimming",
+    "substitution",
+}
 
 
 def module_name(path):

@@ -69,7 +69,7 @@ def test_memory_limit_has_none():
 
 def test_node_time():
     ledger = Ledger()
-    ledger.seconds["1e5 nodes", "scan and graph"], ledger.seconds["1e7 nodes", "scan and graph"] = [0.001], [0.2]
+    ledger.seconds["1e5 nodes", targets.FIRST_SCAN], ledger.seconds["1e7 nodes", targets.FIRST_SCAN] = [0.001], [0.2]
     assert ledger.node_time_row().ratio == pytest.approx(0.5)
     assert ledger.node_time_row().verdict == "SHORT"
 

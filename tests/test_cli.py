@@ -20,8 +20,8 @@ import fastcap
 from fastcap._native.scanner import Scanner
 from fastcap.cli import main
 from fastcap.errors import PayloadError
-from fastcap.findings import RULES
 from fastcap.report import Report
+from fastcap.rules import RULES
 from fastcap.targets import locate_error, parse_target
 
 ROOT = Path(__file__).parent.parent

@@ -359,3 +359,33 @@ def test_command_errors(folder, capsys, arguments, message):
     assert out == ""
     assert message in err
     assert len(err.splitlines()) == 1
+
+
+def test_what_cannot_be_pickled_is_told():
+    import threading
+
+    locks = {f"lock{k}": threading.Lock() for k in range(7)}
+    good, bad = fastcap.analyze({"data": b"x" * 5000}), fastcap.analyze({"data": b"x" * 9000, **locks})
+    assert compare(good, good).notes == ()
+    for report in (bad, saved(bad)):
+        found = compare(good, report)
+        assert_closed(found)
+        note = found.notes[0]
+        assert note.startswith("NEW cannot be pickled, because of 7 parts: obj['lock0'], obj['lock1'], ")
+        assert note.endswith("obj['lock4'] and 2 more; its sizes are those without")
+        assert note in render_diff(found, width=400)
+        assert json.loads(json.dumps(found.to_dict()))["notes"][0] == note
+    one = fastcap.analyze([threading.Lock()])
+    assert compare(one, good).notes == (
+        "OLD cannot be pickled, because of one part: obj[0]; its sizes are those without",
+    )
+
+
+def test_a_budget_is_not_kept_by_what_cannot_be_pickled(folder, capsys):
+    (folder / "locked.py").write_text("import threading\nbad = {'data': b'x', 'lock': threading.Lock()}\n")
+    assert main(["diff", "old.pkl", "locked.py:bad"]) == 0
+    out, _ = capsys.readouterr()
+    assert "note: NEW cannot be pickled, because of one part: bad['lock']" in out
+    assert main(["diff", "old.pkl", "locked.py:bad", "--max-growth", "1MiB"]) == 1
+    assert "locked.py:bad cannot be pickled: no payload" in capsys.readouterr().err
+    assert main(["diff", "locked.py:bad", "new.pkl", "--max-growth", "1MiB"]) == 0

@@ -10,6 +10,7 @@ import importlib.util
 import io
 import logging
 import pickle
+import re
 import sys
 import types
 import uuid
@@ -563,3 +564,59 @@ def test_hostile_strings_are_printable():
         assert row.label.isprintable()
         assert row.what.isprintable()
         assert report.find(row.path) is not None or row.type == "more"
+
+
+def test_columns_of_a_dataframe():
+    """A block says which columns it holds; a column that is alone of its type has a path like any entry."""
+    pd = pytest.importorskip("pandas", reason="pandas is not installed")
+    frame = pd.DataFrame(
+        {"a": np.arange(300.0), "n": np.arange(300), "b": np.arange(300.0), "c": pd.Categorical(["u", "v"] * 150)},
+        index=pd.date_range("2020", periods=300),
+    )
+    report = analyze({"df": frame})
+    whats = {row.path.removeprefix("obj['df']"): row.what for row in report.nodes if row.type != "more"}
+    assert whats["<block 0>"] == "columns 'a', 'b': ndarray float64 (2, 300)"
+    assert whats["['n']"] == "column 'n': ndarray int64 (1, 300)"
+    assert whats["['c']"] == "column 'c': Categorical (300,)"
+    assert whats[".index"] == "DatetimeIndex (300,)"
+    for row in report.nodes:
+        assert row.type == "more" or report.find(row.path).what == row.what
+    assert [capture.path for capture in report.captures] == ["obj['df']"]  # people think of it as one thing
+    assert sum(row.self_size for row in report.nodes) + report.overhead == report.payload_size
+    unnamed = analyze(pd.DataFrame(np.zeros((300, 3))))
+    assert unnamed.find("obj<block 0>").what == "block of a DataFrame: ndarray float64 (3, 300)"
+
+
+def test_columns_of_a_wide_dataframe():
+    """More columns than are looked at: their blocks have no names, and all sizes are there."""
+    pd = pytest.importorskip("pandas", reason="pandas is not installed")
+    frame = pd.DataFrame({f"c{k}": np.arange(3) for k in range(500)} | {"x": ["text"] * 3})
+    report = scan(pickle.dumps(frame))
+    assert report.find("obj<block 0>").what.startswith("block of a DataFrame")
+    assert sum(row.self_size for row in report.nodes) + report.overhead == report.payload_size
+
+
+def test_fields_of_a_frozen_dataclass_with_slots():
+    """Its state is a list; the names are those of its class, if that goes by value."""
+
+    @dataclasses.dataclass(frozen=True, slots=True)
+    class Point:
+        name: str
+        data: bytes
+        number: int = 3
+
+    report = analyze([Point("x" * 100, BLOB)])
+    assert report.find("obj[0].data").type == "bytes"
+    assert report.find("obj[0].name").type == "str"
+    assert report.captures[0].path == "obj[0].data"
+    assert report.find("obj[0]<state>[1]") is None
+
+
+def test_tensors_that_are_part_of_a_storage():
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    whole = torch.arange(1 << 17)
+    report = scan(pickle.dumps({"part": whole[:10], "p": torch.nn.Parameter(whole.float()[:7])}))
+    assert re.fullmatch(r"tensor( int64)? \(10,\), part of a storage of 1\.0 MiB", report.find("obj['part']").what)
+    assert re.search(r"\(7,\), part of a storage of 512\.\d KiB$", report.find("obj['p']").what)
+    for near in (whole, whole[: 1 << 16], whole.reshape(2, -1).t(), whole[:0].clone(), whole.bool(), whole.double()):
+        assert "storage" not in scan(pickle.dumps(near)).what

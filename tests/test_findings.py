@@ -20,7 +20,8 @@ import fastcap
 from fastcap import analyze
 from fastcap._native.graph import Graph
 from fastcap._native.scanner import Scanner
-from fastcap.findings import UNPICKLABLE, Failures
+from fastcap.explain import UNPICKLABLE
+from fastcap.findings import Failures
 from fastcap.pickling import DumpBroken, trace
 
 LOCK = threading.Lock()
@@ -466,3 +467,94 @@ def test_findings_in_json():
     again = fastcap.analysis.Report.from_dict(report.to_dict())
     assert again.findings == report.findings
     assert report.to_dict()["findings"][0]["code"] == "FC101"
+
+
+SPIED = (
+    "__getattribute__", "__eq__", "__hash__", "__repr__", "__str__", "__len__", "__iter__", "__bool__", "__contains__",
+    "__getitem__", "__array__", "__reduce_ex__",
+)  # fmt: skip
+
+
+def spy_on(base, asked, **members):
+    """A class that tells which of its methods are called, by whomever."""
+
+    def method(name):
+        def spied(self, *args):
+            asked.append(name)
+            return getattr(base, name)(self, *args)
+
+        return spied
+
+    names = [name for name in SPIED if hasattr(base, name)]
+    return type("Spy", (base,), {"__module__": "__main__", **{name: method(name) for name in names}, **members})
+
+
+def objects_that_notice(asked):
+    """(what it is, object) of objects that note whatever is asked of them or of their classes."""
+    import sys
+    import types
+
+    import numpy as np
+
+    class Meta(type):
+        def __getattribute__(cls, name):
+            asked.append(name)
+            return super().__getattribute__(name)
+
+        def __instancecheck__(cls, obj):
+            asked.append("instancecheck")
+            return False
+
+    class Lazy(types.ModuleType):
+        def __getattribute__(self, name):
+            asked.append(name)
+            return super().__getattribute__(name)
+
+    sys.modules["fastcap_lazy"] = Lazy("fastcap_lazy")
+    space = {"__name__": "__main__", "lazy": sys.modules["fastcap_lazy"]}
+    exec(
+        "def uses():\n    def inner(): return lazy.sub.x\n    return getattr(lazy, str(inner))\n"
+        "def method(self): return self.rate\n"
+        "def closure(self): return lambda: self.rate",
+        space,
+    )
+    trainer = spy_on(object, asked, method=space["method"])()
+    object.__setattr__(trainer, "data", np.zeros(300_000))
+    object.__setattr__(trainer, "rate", 1)
+    yield "instance", trainer
+    yield "bound method", types.MethodType(space["method"], trainer)
+    yield "closure", space["closure"](trainer)
+    yield "list", spy_on(list, asked)([k / 7 for k in range(200_000)])
+    yield "dict", spy_on(dict, asked)(a=1)
+    yield "array", (np.arange(300_000) / 7).view(spy_on(np.ndarray, asked))
+    yield "class", Meta("Noted", (), {"__module__": "__main__", "__slots__": ("a",), "run": space["method"]})
+    yield "its instance", Meta("Noted", (), {"__module__": "__main__", "run": space["method"]})()
+    yield "module", space["uses"]
+    with_lock = spy_on(object, asked)()
+    object.__setattr__(with_lock, "lock", LOCK)
+    yield "with a lock", with_lock
+
+
+def test_findings_ask_live_objects_for_nothing():
+    """Beyond what pickling them does: no attribute is looked up, no comparison made, no method called."""
+    asked = []
+    seen = 0
+    for what, obj in objects_that_notice(asked):
+        report = analyze({"first": obj, "second": obj})
+        asked.clear()
+        report.findings  # noqa: B018
+        assert asked == [], what
+        seen += 1
+    assert seen == 10
+
+
+@pytest.mark.parametrize("name", ["__class__", "__repr__", "__eq__", "__hash__", "__getattr__", "__len__", "__bool__"])
+def test_objects_whose_methods_raise(name):
+    def method(self, *args):
+        raise RuntimeError(name)
+
+    members = {name: property(method) if name == "__class__" else method}
+    raises = type("Raises", (), {"__reduce_ex__": lambda self, protocol: (list, ((LOCK,),)), **members})
+    # cloudpickle asks each object whether it is a function, and so for its __class__
+    first = "obj[0]" if name == "__class__" else "obj[0][0]"
+    assert set(errors(analyze([raises(), Refuses()]))) == {first, "obj[1]"}

@@ -163,3 +163,74 @@ def test_size_of_a_handle_is_about_right(actor, reference):
     for thing in (actor, reference):
         real = len(ray.cloudpickle.dumps(thing))
         assert 0.5 * real <= analyze(thing).payload_size <= 2 * real
+
+
+# What follows puts objects into the store, and so comes after the test that nothing changes there.
+
+
+def in_another_process(stream):
+    """What loading a pickle comes to in a process that is in no cluster: a type's name, or that of an exception."""
+    code = (
+        "import pickle, sys\n"
+        "try: print(type(pickle.load(sys.stdin.buffer)).__name__)\n"
+        "except Exception as error: print(type(error).__name__)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], input=stream, capture_output=True, check=True, timeout=120)
+    return run.stdout.decode().strip()
+
+
+def test_replacement_of_an_actor_handle(cluster):
+    """The name instead of the handle: what is pickled loads anywhere, and finds the actor where there is one."""
+
+    @ray.remote(num_cpus=0)
+    class Counter:
+        def ping(self):
+            return "pong"
+
+    tracker = Counter.options(name="tracker").remote()
+
+    def job():
+        return ray.get(tracker.ping.remote())
+
+    def better():
+        import ray
+
+        tracker = None
+        exec(line, namespace := {"ray": ray})
+        tracker = namespace["tracker"]
+        return ray.get(tracker.ping.remote())
+
+    line = found_lines(analyze(job))["job<closure tracker>"]
+    assert line == 'tracker = ray.get_actor("tracker")  # by name, where it is used'
+    # no cluster at all; in another cluster it is AssertionError
+    assert in_another_process(ray.cloudpickle.dumps(job)) == "RaySystemError"
+    stream = ray.cloudpickle.dumps(better)
+    assert found(analyze(better)) == found(scan(stream)) == {}
+    assert in_another_process(stream) == "function"
+    assert ray.cloudpickle.loads(stream)() == "pong"
+
+
+def found_lines(report):
+    return {row.path: row.replacement for row in report.findings if row.code in ("FC201", "FC202")}
+
+
+def test_312_replacement_for_tune(cluster):
+    """``tune.with_parameters``: the data is in the object store, and the trainable is small."""
+    np = pytest.importorskip("numpy")
+    tune = pytest.importorskip("ray.tune", reason="Ray Tune is not installed")
+    data = np.arange(500_000)
+
+    def train(config):
+        return {"sum": int(data.sum())}
+
+    def better(config, data=None):
+        return {"sum": int(data.sum())}
+
+    report = analyze(train, flavor="ray.cloudpickle")
+    (line,) = (row.replacement for row in report.findings if row.code == "FC312")
+    assert line == "tune.with_parameters(train, data=data)"
+    trainable = eval(line, {"tune": tune, "train": better, "data": data})
+    after = analyze(trainable, flavor="ray.cloudpickle")
+    assert [row for row in after.findings if row.code == "FC312"] == []
+    assert after.payload_size < report.payload_size / 100
+    assert trainable({})["sum"] == int(data.sum())

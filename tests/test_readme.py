@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import doctest
 import importlib.metadata
+import inspect
 import os
 import re
 import shutil
@@ -131,6 +132,12 @@ def test_every_option_of_diff_is_listed():
     options = [option for option in diff.params if option.param_type_name == "option"]
     assert listed <= {name for option in options for name in option.opts}
     assert all(listed & set(option.opts) for option in options)
+
+
+def test_every_argument_of_load_is_listed():
+    listed = {cell.strip("`").partition("=")[0] for cell in table("argument of `load`")}
+    parameters = inspect.signature(fastcap.load).parameters.values()
+    assert listed == {parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
 
 
 def test_plugin_is_listed():

@@ -85,5 +85,6 @@ class Graph:
         """(key, op, example): the distinct kinds of node: by callable for calls, else by opcode."""
     def type_totals(self, meanings: dict[int, int], /) -> dict[int, tuple[int, int]]:
         """key -> (count, bytes). Meanings: 0 own row, 1 absorbs everything below it, 2 glue: counts with its parent."""
-    def dominators(self) -> bytes: ...  # uint32 each, native order; NO_INDEX for the root (tests)
+    def dominators(self, thoroughly: bool = False) -> bytes:
+        """uint32 each, native order; NO_INDEX for the root. Without the short cut if `thoroughly` (for tests)."""
     def sizes(self) -> tuple[bytes, bytes, bytes]: ...  # self, subtree, retained: uint64 each (tests)

@@ -30,14 +30,18 @@ from fastcap.ray.hooks import Exchange, check_hooks
 from fastcap.ray.lean import with_captures
 from fastcap.ray.parts import FLAVOR, SHELF, Predicate, RayStore
 from fastcap.ray.reporting import Entry, RayReport, report
+from fastcap.ray.restoring import DeadPart, restore_trainer, restore_tuner
 
 __all__ = [
+    "DeadPart",
     "Entry",
     "RayReport",
     "RayStore",
     "install",
     "installed",
     "report",
+    "restore_trainer",
+    "restore_tuner",
     "setup_worker",
     "uninstall",
     "with_captures",

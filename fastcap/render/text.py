@@ -81,7 +81,7 @@ class _Page(Page):
         what = self.describe(report.type, report.what)
         target = self.fit(self.clean(report.target), max(self.width - cell_len(what) - 2, self.width // 2), middle=True)
         yield [(target, "bold"), ("  ", ""), (self.fit_place(what, self.width - cell_len(target) - 2), "")]
-        broken = sum(row.severity == "error" and row.code.startswith("FC1") for row in report.findings)
+        broken = len(report.unpicklable)
         if broken:
             subject = "one part" if broken == 1 else f"{broken:,} parts"
             text = f"will not pickle, because of {subject}; the sizes are those without"
@@ -190,7 +190,7 @@ class _Page(Page):
             space = room - cell_len(guide)
             label = self.clean(row.label or row.path, 200)
             if row.type == "more":
-                yield [*line, (self.fit(label, space), "dim")]
+                yield [*line, (self.fit(f"[{count_of(row.count, 'more node')}]", space), "dim")]
                 continue
             what = self.describe(row.type, row.what)
             held = f"  (also {self.holders(row.shared_by)})" if row.shared_by else ""
