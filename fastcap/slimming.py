@@ -471,7 +471,9 @@ class _Slimmer:
             path = shape.explainer.path(cut.index) or "(too deep for a path)"
             info = PartInfo(path, subject.type, subject.what, cut.size, cut.temporary)
             self.replaced.append(obj)
-            self.replacements[id(obj)] = _checked(self.store.put(obj, info), self.store)
+            value = self.store.put(obj, info)
+            if value is not None:
+                self.replacements[id(obj)] = _checked(value, self.store)
 
     def _missed(self) -> set[int]:
         """The ids of objects that the last pass was to replace and has not met."""

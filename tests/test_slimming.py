@@ -492,7 +492,15 @@ def test_no_store():
         fastcap.dumps(1, store={})
 
 
-@pytest.mark.parametrize("value", [None, 1, (list,), (1, ()), (list, []), (list, (), 1)])
+def test_a_store_that_declines():
+    class Choosy:
+        def put(self, obj, info):
+            return None
+
+    assert fastcap.dumps([BIG, 1], store=Choosy()) == fastcap.dumps([BIG, 1])
+
+
+@pytest.mark.parametrize("value", [1, (list,), (1, ()), (list, []), (list, (), 1)])
 def test_a_store_that_says_nonsense(value):
     class Bad:
         def put(self, obj, info):
