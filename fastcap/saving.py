@@ -8,10 +8,11 @@ A folder holds any number of saves by name::
     temporary/              files that are being written
 
 A *blob* is a run of bytes: the payload, the memory of an array, the pickle of a part. It is cut into chunks of 2 MiB
-(`chunk_size`), each a file of its own: a save writes only the chunks that no file has yet, whatever part of a big array
-has changed, and a restore maps the chunks one after the other into memory. Which objects become parts is decided as for
-any store (`fastcap.slimming`), but as far down as there are parts of ``min_size``: what changes together is apart from
-what does not.
+(`chunk_size`), each a file of its own: a save writes only the chunks that no file has yet, whatever place in a big
+array has changed, and a restore maps the chunks one after the other into memory. (In the pickle of a big list, what
+comes after a place that got longer is shifted, and written anew.) Which objects become parts is decided as for any
+store (`fastcap.slimming`), but as far down as there are parts of ``min_size``: what changes together is apart from what
+does not.
 
 Chunks are written first, each to a temporary file that is renamed; the manifest is renamed last, when all chunks are on
 the disk. So a save is there as a whole or not at all, and the one before it stays until then.
