@@ -39,7 +39,7 @@ RESERVED = {
     "rich": {"cli", "render.layout"},
     "pytest": {"pytest_plugin"},
     "fsspec": {"folders"},
-    "pickle": {"pickling", "editing", "analysis", "slimming", "loading", "placeholders"},
+    "pickle": {"pickling", "editing", "analysis", "slimming", "loading", "placeholders", "ray"},
 }
 
 # Who may use the native core; what only shows reports must work without it.

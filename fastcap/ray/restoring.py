@@ -301,7 +301,7 @@ class _Experiment:
         self.path = os.fspath(path)
         self.is_uri = "://" in self.path
         if not self.is_uri and storage_filesystem is None:
-            self.path = os.path.abspath(self.path)
+            self.path = os.path.abspath(os.path.expanduser(self.path))
         self.path = self.path.rstrip("/")
         self.fs, self.fs_path = get_fs_and_path(self.path, storage_filesystem)
         self.fs_path = self.fs_path.rstrip("/")
@@ -482,9 +482,11 @@ class _Experiment:
                 if not other.equals(self.fs):
                     raise FastcapError(f"{path} is not where {self.path} is: copy the experiment first")
             elif self.is_local:
-                path = fs_path = os.path.abspath(path)
+                path = fs_path = os.path.abspath(os.path.expanduser(path))
             else:
                 fs_path = path
+        if fs_path.startswith(f"{self.fs_path}/"):
+            raise FastcapError(f"{path} is inside of {self.path}, which stays as it is: give a directory beside it")
         if self.fs.get_file_info(fs_path).type != pyarrow.fs.FileType.NotFound:
             raise FastcapError(
                 f"{path} exists: if it is this experiment, restored before, restore it from there; else give another "
