@@ -222,7 +222,7 @@ def dump(
 
 def _slimming() -> Any:
     # It stands on this module; loaded by name, because only dumps into a store need it and what it brings along.
-    return importlib.import_module("fastcap.slimming")
+    return sys.modules.get("fastcap.slimming") or importlib.import_module("fastcap.slimming")
 
 
 def _dumps(
@@ -626,7 +626,7 @@ class NativeMixin:
 # ---- installing ------------------------------------------------------------------------------------------------------
 
 
-class _Patch:
+class Patch:
     """One attribute that `install` has set: where it was, and what was there."""
 
     __slots__ = ("name", "original", "owner", "value")
@@ -657,7 +657,7 @@ class _Installation:
     def __init__(self, name: str, flavor: Flavor) -> None:
         self.flavor = flavor
         self.count = 0
-        self.patches: list[_Patch] = []
+        self.patches: list[Patch] = []
         # Picklers with a native encoder: when they go back to the C pickler, it has to know what they have dumped.
         self.picklers: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         module, cls = flavor.module, flavor.pickler_class
@@ -667,12 +667,12 @@ class _Installation:
         for attribute, function in methods.items():
             if attribute in flavor.own_methods:
                 flavor.add_stand_in(attribute, function)
-            self.patches.append(_Patch(cls, attribute, function))
+            self.patches.append(Patch(cls, attribute, function))
         for attribute, own in own_functions.items():
             for owner in self.modules(name):
                 for alias, value in list(vars(owner).items()):
                     if value is own:
-                        self.patches.append(_Patch(owner, alias, functions[attribute]))
+                        self.patches.append(Patch(owner, alias, functions[attribute]))
 
     def undo(self) -> None:
         for patch in reversed(self.patches):

@@ -37,8 +37,8 @@ class Store(Protocol):
     of big arrays each array, or else the whole dict.
     """
 
-    def put(self, obj: Any, info: PartInfo, /) -> ReduceValue:
-        """Keep an object, for as long as the payload may be loaded, and say how to get it back.
+    def put(self, obj: Any, info: PartInfo, /) -> ReduceValue | None:
+        """Keep an object, for as long as the payload may be loaded, and say how to get it back; None leaves it in.
 
         Called once per object and dump. A store that keeps objects beyond one dump can look them up in a `LiveTable`,
         so that each goes there once however often it is pickled; an object that has been changed in the meantime then

@@ -17,7 +17,7 @@ FLOORS = [
     {"_native", "report", "paths", "placeholders", "rules"},
     {"render", "comparison", "pickling", "stores", "inert", "limits", "folders"},
     {"explain", "config", "external", "render.layout"},
-    {"scene", "opening", "render.text", "render.diff", "render.folded", "render.html"},
+    {"scene", "opening", "handles", "render.text", "render.diff", "render.folded", "render.html"},
     {"portability", "fidelity", "waste"},
     {"findings"},
     {"slimming"},
@@ -39,7 +39,7 @@ RESERVED = {
     "rich": {"cli", "render.layout"},
     "pytest": {"pytest_plugin"},
     "fsspec": {"folders"},
-    "pickle": {"pickling", "editing", "analysis", "slimming", "loading", "placeholders"},
+    "pickle": {"pickling", "editing", "analysis", "slimming", "loading", "placeholders", "ray"},
 }
 
 # Who may use the native core; what only shows reports must work without it.

@@ -34,11 +34,12 @@ import ray
 from fastcap.editing import Editor
 from fastcap.errors import EditError, FastcapError, NotRestored, PayloadError, UnknownRay
 from fastcap.explain import TABLE
+from fastcap.handles import Handle, find_handles, is_below
 from fastcap.loading import load_with_ids
 from fastcap.paths import Path, Step, attr, item, parse, word
 from fastcap.pickling import dumps
 from fastcap.placeholders import Unrestorable
-from fastcap.substitution import Handle, find_handles, id_opcodes, is_below, replace_path
+from fastcap.substitution import id_opcodes, replace_path
 
 Handles = Callable[[Unrestorable], Any]
 
