@@ -79,7 +79,7 @@ NODE_COUNTS = {"1e5 nodes": 100_000, "1e7 nodes": 10_000_000}
 FIRST_SCAN, SECOND_SCAN = "first scan of a process", "second"
 RAY_LARGE = "Ray: first call of a function that captures 800 MB"
 RAY_SMALL = "Ray: pickling of a small function for export"
-RAY_PUT = "Ray: put of 20k dicts"
+RAY_PUT = "Ray: put of 20k datetimes"
 RAY_INSTANCES = "Ray: put of 20k instances"
 RAY = [
     Target(RAY_LARGE, "slim", "put and small", 1 / 1.15),
