@@ -75,7 +75,10 @@ def analyze(
         place = re.search(r"while pickling (\S+?)<args>", notes)
         scanner.write(b"\x80\x04cfastcap.findings\nUnpicklable\nJ%b\x85R." % number.to_bytes(4, "little"))
         reason = f"pickling ended: {failures[number].error} {notes[:200]}".strip()
-        live = Live((), (), reason, place[1] if place else None)
+        where = place[1] if place is not None else None
+        if where is not None and name is not None and where.startswith("obj"):
+            where = name + where.removeprefix("obj")
+        live = Live((), (), reason, where)
     return _report(Graph(scanner.finish()), name, options, live=live, failures=failures)
 
 

@@ -369,8 +369,8 @@ def edit(
             for path, value in replacements:
                 with _reading_piece(value):
                     editor.replace(path, value)
-            if drop_handles or placeholders:
-                editor.drop_handles(placeholders=placeholders)
+            if (drop_handles or placeholders) and not editor.drop_handles(placeholders=placeholders):
+                _say(f"there are no handles of Ray in {target}")
             if dry_run:
                 summary = editor.measure()
             else:
@@ -707,7 +707,8 @@ def _write_pickle(editor: Editor, where: str, *, backup: bool, progress: Any) ->
     except BrokenPipeError:
         return editor.measure()
     except FileExistsError as error:
-        raise TargetError(f"{error.filename} exists already: move it away, or leave out --backup") from error
+        rather = ", or leave out --backup" if str(error.filename).endswith(".bak") else ""
+        raise TargetError(f"{error.filename} exists already: move it away{rather}") from error
     except OSError as error:
         raise TargetError(f"cannot write {where}: {error.strerror}") from error
 

@@ -7,9 +7,9 @@ What an edit means is what it would mean in memory:
 
 - a member of a list, tuple, set or frozenset is dropped: it is gone, and those behind it move up;
 - a dict entry or an attribute of an instance, a class or a function: it is gone;
-- a closure variable, a global or a default of a function, an argument of a reducer: None takes its place, since neither
-  code nor reducers can do without it; what cannot even be None (the class of an instance, the object of a bound method)
-  is refused;
+- a closure variable, a global or a default of a function, an argument of a reducer, a field of a namedtuple, an element
+  of an array: None takes its place, since there has to be something; what cannot even be None (the class of an
+  instance, the object of a bound method) is refused;
 - a part is replaced: another pickle takes its place.
 
 A path names a *place*. Where an object is in several places, the others keep it: its definition moves to the first of
@@ -44,7 +44,8 @@ from fastcap._native.editor import ATOM, CHILD, Program, Rewriter, Slots
 from fastcap._native.graph import ITEM, OPERAND, PAIR, STATE, Edge, Graph, NodeView
 from fastcap.errors import EditError, PayloadError
 from fastcap.explain import Explainer, Glue, Part, Place
-from fastcap.inert import CALLS, LAYOUT, LISTS, UNREAD, At, Reader
+from fastcap.handles import find_handles
+from fastcap.inert import LAYOUT, LISTS, UNREAD, At, Reader
 from fastcap.opening import BLOCK, Progress, Source, plain_blocks, scan_source
 from fastcap.paths import Path, Step, parse
 from fastcap.pickling import dumps
@@ -66,7 +67,6 @@ _REFUSED: Final = {
     "callable": "a reducer needs something to call",
 }
 _KEPT_AS_NONE: Final = frozenset({"global", "default", "closure"})
-_HANDLES: Final = frozenset({"ActorHandle", "ObjectRef"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +178,7 @@ class _Found(NamedTuple):
     number: int
     slot: _Slot
     step: Step
-    object_tuple: bool  # the node is a tuple that is an object of its own
+    is_own: bool  # the node is the object itself, not one that only holds its parts
 
 
 class Editor:
@@ -276,31 +276,19 @@ class Editor:
             raise IndexError(f"node {index} of {len(self.graph)}")
         self._nodes[index] = self._add_opcodes(opcodes)
 
-    def handles(self) -> Iterator[tuple[int, str]]:
-        """Ray's actor handles and object references in the pickle: node and kind, in stream order."""
-        kinds = {
-            key: self.explainer.subject(example).type for key, op, example in self.explainer.kinds if op in CALLS
-        }
-        wanted = [key for key, kind in kinds.items() if kind in _HANDLES]
-        for index in self.graph.select_kinds(wanted):
-            kind = self.explainer.subject(index).type
-            place = self.explainer.place(index)
-            if kind in _HANDLES and (place is None or place.head == index):
-                yield index, kind
-
     def drop_handles(self, *, placeholders: bool = False) -> int:
         """Put None, or a `fastcap.Unrestorable`, in place of every handle of Ray; returns how many there were."""
-        count = 0
-        for index, kind in list(self.handles()):
-            path = self.explainer.path(index) or ""
-            opcodes = _unrestorable(path, kind, self._program.protocol) if placeholders else NONE
-            self.replace_node(index, opcodes)
-            view = self.graph.node(index)
+        found = find_handles(self.explainer)
+        for handle in found:
+            if placeholders:
+                self._nodes[handle.node] = self._add_piece(handle.placeholder())
+            else:
+                self.replace_node(handle.node, NONE)
+            size = self.graph.node(handle.node).retained_size
             action: Literal["replaced", "set to None"] = "replaced" if placeholders else "set to None"
-            change = Change(path, action, self.explainer.subject(index).what, view.retained_size)
-            self._changes.append((change, -1))
-            count += 1
-        return count
+            what = self.explainer.subject(handle.node).what
+            self._changes.append((Change(handle.path, action, what, size), -1))
+        return len(found)
 
     def below(self, path: str) -> list[str]:
         """The paths of everything directly below what is at a path, numbers and the like too."""
@@ -395,16 +383,18 @@ class Editor:
         if step.kind in _REFUSED or (step.kind == "attr" and step.value == "__class__"):
             why = _REFUSED.get(step.kind, "an instance needs its class")
             raise EditError(f"{path} cannot be dropped, only replaced: {why}", (path,))
+        opcode = self._consumer(place)[4]
         if step.kind in _KEPT_AS_NONE:
             return "set to None", self._add_opcodes(NONE)
-        if slot.role in (ITEM, PAIR, STATE):
+        if slot.role in (PAIR, STATE) or opcode == b"d"[0]:
             return "dropped", -1
-        if slot.role == OPERAND:
-            opcode = self._consumer(place)[4]
-            if opcode in b"ld\x91" or (place.object_tuple and opcode in b"t\x85\x86\x87"):
+        if slot.role == ITEM or opcode in b"lt\x85\x86\x87\x91":
+            # Members of a list or tuple that only holds the fields of something (a state, arguments) keep their places.
+            if place.is_own or step.kind == "member":
                 return "dropped", -1
-            if opcode in b"t\x85\x86\x87io":
-                return "set to None", self._add_opcodes(NONE)
+            return "set to None", self._add_opcodes(NONE)
+        if opcode in b"io":
+            return "set to None", self._add_opcodes(NONE)
         raise EditError(f"{path} cannot be dropped: what it belongs to is not made without it", (path,))
 
     def _enter(self, place: _Found, piece: int) -> None:
@@ -431,7 +421,7 @@ class Editor:
             size = self.graph.node(slot.target).retained_size
             what = self.explainer.subject(slot.target).what
         elif slot.kind != ATOM:
-            what = f"reference to {self.explainer.path(slot.target)}"
+            what = f"reference to {self.explainer.path(slot.target) or 'an object'}"
             size = slot.end - slot.start
         else:
             what = repr(self._reader.atom_at(slot.start, slot.end))
@@ -606,13 +596,6 @@ def _make_program(graph: Graph, tables: Any, source: _Stored) -> Program:
     if graph.select(b"\x00", limit=1):
         raise EditError("this is a file of joblib.dump, with arrays between its opcodes: load and dump it to change it")
     return Program(graph, tables)
-
-
-def _unrestorable(path: str, kind: str, protocol: int) -> bytes:
-    """The opcodes of ``fastcap.Unrestorable(path, kind, "", reason)``."""
-    fields = (path, kind, "", "it belonged to another cluster when the pickle was edited")
-    text = b"".join(b"X%b%b" % (len(part).to_bytes(4, "little"), part) for part in map(str.encode, fields))
-    return b"cfastcap.loading\nUnrestorable\n(" + text + b"tR"
 
 
 # --- sources ---------------------------------------------------------------------------------------------------------
@@ -798,8 +781,13 @@ def written_beside(path: str, *, backup: bool = False) -> Iterator[BinaryIO]:
     beside, kept = f"{path}.{os.getpid()}.tmp", f"{path}.bak"
     if backup and os.path.lexists(kept):
         raise FileExistsError(errno.EEXIST, "File exists", kept)
-    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    mine = True
     try:
+        try:
+            descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        except FileExistsError:
+            mine = False
+            raise
         with open(descriptor, "wb", buffering=0) as file:
             replaces = os.path.exists(path)
             if replaces:
@@ -814,8 +802,10 @@ def written_beside(path: str, *, backup: bool = False) -> Iterator[BinaryIO]:
                 shutil.copy2(path, kept)
         os.replace(beside, path)
     except BaseException:
-        with suppress(FileNotFoundError):
-            os.unlink(beside)
+        # an interrupt may come as soon as the file is there
+        if mine:
+            with suppress(FileNotFoundError):
+                os.unlink(beside)
         raise
 
 

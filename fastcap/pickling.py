@@ -222,7 +222,7 @@ def dump(
 
 def _slimming() -> Any:
     # It stands on this module; loaded by name, because only dumps into a store need it and what it brings along.
-    return importlib.import_module("fastcap.slimming")
+    return sys.modules.get("fastcap.slimming") or importlib.import_module("fastcap.slimming")
 
 
 def _dumps(

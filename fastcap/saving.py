@@ -3,7 +3,7 @@
 A folder holds any number of saves by name::
 
     manifests/NAME.json     what a save consists of: blobs, with their sizes and digests
-    parts/ab/abcd...        chunks of blobs; the file's name is the digest of its content
+    parts/DIGEST            chunks of blobs; the file's name is the digest of its content
     lock                    held while somebody reads, writes or removes
     temporary/              files that are being written
 
@@ -35,6 +35,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from fastcap import __version__
+from fastcap._native.digest import copy_digest
 from fastcap._native.digest import digest as digest_of
 from fastcap.errors import DamagedSave, SaveError
 from fastcap.folders import MANIFESTS, PARTS, Folder, LocalFolder, open_folder
@@ -68,7 +69,7 @@ def chunk_size(size: int) -> int:
 
 
 def _part_name(digest: str) -> str:
-    return f"{PARTS}/{digest[:2]}/{digest}"
+    return f"{PARTS}/{digest}"
 
 
 # ---- manifests -------------------------------------------------------------------------------------------------------
@@ -228,9 +229,8 @@ class _Writer:
         own: bytearray | None = getattr(self.local, "memory", None)
         if own is None or len(own) < len(view):
             own = self.local.memory = bytearray(len(view))
+        digest = copy_digest(view, own).hex()
         data = memoryview(own)[: len(view)]
-        data[:] = view
-        digest = digest_of(data).hex()
         with self.lock:
             if digest in self.seen:
                 return digest

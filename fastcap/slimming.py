@@ -23,6 +23,7 @@ from __future__ import annotations
 import io
 import pickletools
 import sys
+from collections import ChainMap
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -323,6 +324,32 @@ class _Sink:
         self.scanner.write(data)
 
 
+def _measure_tensors(encoder: Pickler, min_size: int, protocol: int | None) -> None:
+    """Have a first pass see the memory of big tensors, where torch would copy it twice, into what torch.save writes.
+
+    Such a pass is over when one comes up: the payload is not small, and its bytes are only counted.
+    """
+    torch: Any = sys.modules.get("torch")
+    rebuild = getattr(sys.modules.get("torch._utils"), "_rebuild_tensor_v2", None)
+    tensor_type = getattr(torch, "Tensor", None)
+    table: Any = getattr(encoder, "dispatch_table", None)
+    if table is None or rebuild is None or tensor_type is None or tensor_type in table or protocol not in (None, 5, -1):
+        return
+
+    def reduce(tensor: Any) -> Any:
+        try:
+            size = tensor.numel() * tensor.element_size()
+            plain = tensor.device.type == "cpu" and tensor.layout is torch.strided and tensor.is_contiguous()
+            if plain and size >= min_size and size == tensor.untyped_storage().nbytes() and not tensor.__dict__:
+                view = tensor.detach().flatten().view(torch.uint8).numpy()
+                return rebuild, (PickleBuffer(view), 0, tuple(tensor.shape))
+        except (AttributeError, RuntimeError, TypeError):
+            pass  # a tensor of a special kind
+        return tensor.__reduce_ex__(5)
+
+    encoder.dispatch_table = ChainMap({tensor_type: reduce}, *getattr(table, "maps", [table]))
+
+
 class _Slimmer:
     """One dump into a store."""
 
@@ -339,6 +366,7 @@ class _Slimmer:
         self.compact = compact
         self.flavor = flavor
         self.encoder: Pickler | None = None  # of the last pass
+        self.first_pass = True  # whose reduce values need only be of the right size
         self.recorded: dict[int, tuple[Any, tuple[Any, ...]]] | None = None
         self.replacements: dict[int, ReduceValue] = {}
         self.replaced: list[Any] = []  # whose ids those are
@@ -348,10 +376,12 @@ class _Slimmer:
         sink = _Sink(self.min_size)
         self._dump(sink, self.compact)
         if sink.scanner is None:
+            self.first_pass = False
             return b"".join(sink.chunks)
         if self.compact:  # which leaves objects out of the memo: only an exact dump says which object a node is
             sink = _Sink(0)
             self._dump(sink)
+        self.first_pass = False
         shape = self._shape(sink)
         if shape is not None:
             cuts = find_cuts(shape, self.min_size, _Liveness(shape).is_temporary, split=self.split)
@@ -373,6 +403,8 @@ class _Slimmer:
     def setup(self, encoder: Pickler) -> None:
         """Prepare the encoder of a pass."""
         self.encoder = encoder
+        if self.first_pass:
+            _measure_tensors(encoder, self.min_size, self.protocol)
         if self.recorded is not None:
             encoder._recorded = self.recorded
         if self.replacements:
@@ -402,6 +434,7 @@ class _Slimmer:
 
     def _record(self, lasting: list[Any]) -> None:
         """Do the first pass again and keep what reducers return. ``lasting``: what is to be cut anyway."""
+        self.first_pass = False
         self.replacements = {}
         self.recorded = {}
         sink = _Sink(0)

@@ -5,7 +5,7 @@ take every fourth word, multiplied and rotated, and a final mix. 128 bits of two
 that chance, or a broken disk, brings about. They are no protection against somebody who makes two blocks with the same
 digest on purpose.
 """
-from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
+from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libc.string cimport memcpy
 
@@ -38,6 +38,9 @@ cdef extern from *:
     uint64_t little_64 "fastcap_little_64" (uint64_t x) noexcept nogil
     uint32_t little_32 "fastcap_little_32" (uint32_t x) noexcept nogil
 
+cdef enum:
+    BLOCK = 1 << 14     # bytes that are copied at once: few enough to be in the cache when they are hashed
+
 
 def digest(data, /):
     """The digest of a contiguous buffer: 16 bytes, XXH64 with seed 0 and with seed 0x9E3779B97F4A7C15, big-endian each.
@@ -49,9 +52,37 @@ def digest(data, /):
     PyObject_GetBuffer(data, &view, PyBUF_SIMPLE)
     try:
         with nogil:
-            hash_both(<const uint8_t*>view.buf, <size_t>view.len, &first, &second)
+            hash_both(<const uint8_t*>view.buf, NULL, <size_t>view.len, &first, &second)
     finally:
         PyBuffer_Release(&view)
+    return to_bytes(first, second)
+
+
+def copy_digest(source, target, /):
+    """Copy a contiguous buffer to the beginning of another one, and return the digest of the copy.
+
+    The GIL is released meanwhile; whatever another thread does to ``source``, the digest is that of what was copied.
+    ValueError if the target is too small. The two must not overlap.
+    """
+    cdef Py_buffer source_view, target_view
+    cdef uint64_t first, second
+    PyObject_GetBuffer(source, &source_view, PyBUF_SIMPLE)
+    try:
+        PyObject_GetBuffer(target, &target_view, PyBUF_SIMPLE | PyBUF_WRITABLE)
+        try:
+            if target_view.len < source_view.len:
+                raise ValueError(f"{source_view.len} bytes do not fit into {target_view.len}")
+            with nogil:
+                hash_both(<const uint8_t*>source_view.buf, <uint8_t*>target_view.buf, <size_t>source_view.len, &first,
+                          &second)
+        finally:
+            PyBuffer_Release(&target_view)
+    finally:
+        PyBuffer_Release(&source_view)
+    return to_bytes(first, second)
+
+
+cdef bytes to_bytes(uint64_t first, uint64_t second):
     return int(first).to_bytes(8, "big") + int(second).to_bytes(8, "big")
 
 
@@ -100,30 +131,47 @@ cdef uint64_t finish(uint64_t hashed, const uint8_t* p, size_t size) noexcept no
     return hashed ^ (hashed >> 32)
 
 
-cdef void hash_both(const uint8_t* p, size_t size, uint64_t* first, uint64_t* second) noexcept nogil:
+cdef void hash_both(const uint8_t* source, uint8_t* target, size_t size, uint64_t* first,
+                    uint64_t* second) noexcept nogil:
+    """Hash `size` bytes of `source` or, if `target` is not NULL, of the copy that is made of them there."""
+    cdef const uint8_t* p = source if target == NULL else target
     cdef size_t rest = size
+    cdef size_t copied = 0      # bytes
+    cdef size_t block
+    cdef size_t words           # groups of four in this block
     cdef uint64_t word
     cdef uint64_t a = PRIME_1 + PRIME_2, b = PRIME_2, c = 0, d = 0 - PRIME_1
     cdef uint64_t e = SECOND_SEED + PRIME_1 + PRIME_2, f = SECOND_SEED + PRIME_2, g = SECOND_SEED
     cdef uint64_t h = SECOND_SEED - PRIME_1
     if size < 32:
+        if target != NULL:
+            memcpy(target, source, size)
         first[0] = finish(PRIME_5 + size, p, size)
         second[0] = finish(SECOND_SEED + PRIME_5 + size, p, size)
         return
     while rest >= 32:
-        word = read_64(p) * PRIME_2
-        a = mix(a, word)
-        e = mix(e, word)
-        word = read_64(p + 8) * PRIME_2
-        b = mix(b, word)
-        f = mix(f, word)
-        word = read_64(p + 16) * PRIME_2
-        c = mix(c, word)
-        g = mix(g, word)
-        word = read_64(p + 24) * PRIME_2
-        d = mix(d, word)
-        h = mix(h, word)
-        p += 32
-        rest -= 32
+        block = min(rest, <size_t>BLOCK)
+        if target != NULL:
+            memcpy(target + copied, source + copied, block)
+            copied += block
+        words = block // 32
+        rest -= words * 32
+        while words:
+            word = read_64(p) * PRIME_2
+            a = mix(a, word)
+            e = mix(e, word)
+            word = read_64(p + 8) * PRIME_2
+            b = mix(b, word)
+            f = mix(f, word)
+            word = read_64(p + 16) * PRIME_2
+            c = mix(c, word)
+            g = mix(g, word)
+            word = read_64(p + 24) * PRIME_2
+            d = mix(d, word)
+            h = mix(h, word)
+            p += 32
+            words -= 1
+    if target != NULL and copied < size:
+        memcpy(target + copied, source + copied, size - copied)
     first[0] = finish(join(a, b, c, d) + size, p, rest)
     second[0] = finish(join(e, f, g, h) + size, p, rest)

@@ -5,6 +5,7 @@
 """
 
 import json
+import logging
 import os
 import resource
 import shutil
@@ -43,6 +44,9 @@ class Tracker:
 def make_handle(kind):
     if kind == "actor":
         return Tracker.remote()
+    # Ids of objects count from 1 in each cluster: this one shall not be that of an object of the next cluster.
+    for _ in range(1000):
+        ray.put(0)
     return ray.put(OLD)
 
 
@@ -201,16 +205,33 @@ def fit(experiment):
     }
 
 
+class Messages(logging.Handler):
+    """Keeps what Ray logs, with exceptions."""
+
+    def __init__(self):
+        super().__init__(logging.ERROR)
+        self.texts = []
+
+    def emit(self, record):
+        self.texts.append(logging.Formatter().format(record))
+
+
 def restore_as_ray_does(folder, case):
-    """How Ray's own restore of a copy ends."""
+    """How Ray's own restore of a copy ends, and what was logged meanwhile."""
     path = os.path.join(folder, f"{case['name']}-own")
     shutil.copytree(os.path.join(folder, case["name"]), path)
+    messages = Messages()
+    logging.getLogger("ray.tune").addHandler(messages)
     try:
         if case["which"] == "trainer":
-            return fit(MyTrainer.restore(path))
-        return fit(tune.Tuner.restore(path, make_trainable(None), resume_errored=True))
+            said = fit(MyTrainer.restore(path))
+        else:
+            said = fit(tune.Tuner.restore(path, make_trainable(None), resume_errored=True))
     except Exception as error:
-        return {"error": "".join(traceback.format_exception(error))}
+        said = {"error": "".join(traceback.format_exception(error))}
+    finally:
+        logging.getLogger("ray.tune").removeHandler(messages)
+    return {**said, "logged": "\n".join(messages.texts)}
 
 
 def restore(folder, case):

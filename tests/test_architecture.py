@@ -17,7 +17,7 @@ FLOORS = [
     {"_native", "report", "paths", "placeholders", "rules"},
     {"render", "comparison", "pickling", "stores", "inert", "limits", "folders"},
     {"explain", "config", "external", "render.layout"},
-    {"scene", "opening", "render.text", "render.diff", "render.folded", "render.html"},
+    {"scene", "opening", "handles", "render.text", "render.diff", "render.folded", "render.html"},
     {"portability", "fidelity", "waste"},
     {"findings"},
     {"slimming"},

@@ -2,6 +2,7 @@
 
 import bz2
 import contextlib
+import dataclasses
 import errno
 import functools
 import gzip
@@ -11,6 +12,13 @@ import os
 import pickle
 import pickletools
 import random
+import re
+import resource
+import signal
+import struct
+import subprocess
+import sys
+import time
 import tracemalloc
 import types
 import zlib
@@ -30,6 +38,7 @@ from fastcap import EditError, PayloadError
 from fastcap._native.editor import Program, Rewriter
 from fastcap._native.graph import Graph
 from fastcap._native.scanner import Scanner
+from fastcap.cli import main
 from fastcap.editing import Editor, Pickled, parse_replacement, replace_nodes, written_beside
 from fastcap.opening import scan_source
 from fastcap.paths import Shortened, parse
@@ -391,6 +400,30 @@ def test_what_code_needs_becomes_none():
     assert edited(Pair(1, [2]), "obj<arg 1>") == Pair(1, None)
     assert edited(functools.partial(print, 1, [2], sep=""), "obj<arg 0>").args == (None, [2])
     assert edited(functools.partial(print, 1, [2], sep=""), "obj<keyword sep>").keywords == {}
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="frozen dataclasses with slots restore themselves from 3.11 on")
+def test_fields_in_a_state_that_is_a_list_become_none():
+    made = dataclasses.make_dataclass("Made", ["first", "second"], frozen=True, slots=True)
+    made.__module__ = "__main__"
+    with Editor(cloudpickle.dumps(made(["a"], ["b"]))) as editor:
+        paths = [path for path in all_paths(editor) if path in ("obj.first", "obj.second")]
+    assert paths
+    found = edited(made(["a"], ["b"]), "obj.first")
+    assert (found.first, found.second) == (None, ["b"])
+
+
+def test_elements_of_an_array_become_none():
+    numpy = pytest.importorskip("numpy", reason="numpy is not installed")
+    array = numpy.array([[["a"], None], [["b"], 3]], dtype=object)
+    for protocol in PROTOCOLS:
+        stream = pickle.dumps({"array": array}, protocol)
+        with Editor(stream) as editor:
+            paths = [path for path in all_paths(editor) if path.startswith("obj['array'][")]
+        assert paths
+        found = pickle.loads(fastcap.edit(stream, drop=paths[0]))["array"]
+        assert found.shape == (2, 2)
+        assert (found[0, 0], found[1, 0]) == (None, ["b"])
 
 
 @pytest.mark.parametrize(("obj", "path", "word"), [
@@ -769,8 +802,6 @@ def with_handles(protocol):
 @pytest.mark.parametrize("protocol", [2, 3])
 def test_handles_are_dropped(protocol):
     stream = with_handles(protocol)
-    with Editor(stream) as editor:
-        assert [kind for _, kind in editor.handles()] == ["ActorHandle", "ObjectRef"]
     found = pickle.loads(fastcap.edit(stream, handles="drop"))
     assert (found["a"], found["b"], found["c"].r) == (None, [None, None, 1], None)
 
@@ -778,20 +809,18 @@ def test_handles_are_dropped(protocol):
 @pytest.mark.parametrize("protocol", [2, 3])
 def test_handles_become_placeholders(protocol):
     stream = fastcap.edit(with_handles(protocol), handles="placeholder")
-    calls = []
-
-    class Loader(pickle.Unpickler):
-        def find_class(self, module, name):
-            if (module, name) == ("fastcap.loading", "Unrestorable"):
-                return lambda *fields: calls.append(fields) or [fields[:2]]
-            return super().find_class(module, name)
-
-    found = Loader(io.BytesIO(stream)).load()
+    found = pickle.loads(stream)
     assert found["a"] is found["b"][0]
     assert found["c"].r is found["b"][1]
-    assert (found["a"], found["b"][1]) == ([("obj['a']", "ActorHandle")], [("obj['b'][1]", "ObjectRef")])
-    assert len(calls) == 2
+    first, second = found["b"][:2]
+    assert isinstance(first, fastcap.Unrestorable)
+    assert (first.path, first.kind) == ("obj['a']", "ActorHandle")
+    assert (second.path, second.kind) == ("obj['b'][1]", "ObjectRef")
+    assert second.id == (b"handle".hex() if protocol > 2 else "")
     graph_of(stream)
+    with Editor(with_handles(protocol)) as editor:
+        assert editor.drop_handles() == 2
+        assert [change.action for change in editor.measure().changes] == ["set to None"] * 2
 
 
 # --- sources and targets ---------------------------------------------------------------------------------------------
@@ -1081,3 +1110,152 @@ def test_what_was_edited_can_be_edited_again(protocol, value):
         loaded = pickle.loads(stream)
         assert loaded == {"a": value, "b": [value, value], "c": value}
         assert loaded["a"] is loaded["b"][0] is loaded["b"][1]
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """Runs `fastcap edit` in a folder with a pickle in it; returns the exit code and what was said."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.pkl").write_bytes(pickle.dumps(OBJECT))
+
+    def call(*arguments):
+        code = main(["edit", *arguments])
+        printed, said = capsys.readouterr()
+        assert printed == ""
+        return code, said
+
+    return call
+
+
+def test_command_drops_and_replaces(run, tmp_path):
+    (tmp_path / "b.pkl").write_bytes(pickle.dumps({"other": (1,)}))
+    code, said = run("a.pkl", "-o", "out.pkl", "--drop", "obj['big']", "--drop", "obj['a'][0]",
+                     "--replace", "obj['text'][1]={\"x\": null}", "--replace", "obj['text'][0]=@b.pkl")
+    assert code == 0
+    assert pickle.loads((tmp_path / "out.pkl").read_bytes()) == {"a": [2, 3], "text": [{"other": (1,)}, {"x": None}]}
+    assert "obj['big'] dropped: bytes of 300,000, 293.0 KiB" in said
+    assert "obj['text'][1] replaced: str" in said
+    assert re.search(r"the pickle is now \d+ B instead of 29\d\.\d KiB", said)
+    assert sorted(os.listdir(tmp_path)) == ["a.pkl", "b.pkl", "out.pkl"]
+
+
+def test_command_in_place(run, tmp_path):
+    before = (tmp_path / "a.pkl").read_bytes()
+    assert run("a.pkl", "--in-place", "--backup", "--drop", "obj['big']")[0] == 0
+    assert (tmp_path / "a.pkl.bak").read_bytes() == before
+    assert pickle.loads((tmp_path / "a.pkl").read_bytes()) == {"a": OBJECT["a"], "text": OBJECT["text"]}
+    code, said = run("a.pkl", "--in-place", "--backup", "--drop", "obj['a']")
+    assert code == 2
+    assert "a.pkl.bak exists already" in said
+    assert run("a.pkl", "--in-place", "--drop", "obj['a']")[0] == 0
+    assert sorted(os.listdir(tmp_path)) == ["a.pkl", "a.pkl.bak"]
+
+
+def test_command_dry_run(run, tmp_path):
+    code, said = run("a.pkl", "--dry-run", "--drop", "obj['big']")
+    assert code == 0
+    assert "obj['big'] would be dropped" in said
+    assert "the pickle would be" in said
+    assert os.listdir(tmp_path) == ["a.pkl"]
+
+
+def test_command_drops_handles(run, tmp_path):
+    (tmp_path / "h.pkl").write_bytes(with_handles(2))
+    code, said = run("h.pkl", "-o", "out.pkl", "--drop-handles")
+    assert code == 0
+    assert "obj['a'] set to None: Ray actor handle" in said
+    assert pickle.loads((tmp_path / "out.pkl").read_bytes())["b"] == [None, None, 1]
+    assert run("h.pkl", "-o", "out.pkl", "--keep-handles-as-placeholders")[0] == 0
+    found = pickle.loads((tmp_path / "out.pkl").read_bytes())
+    assert isinstance(found["a"], fastcap.Unrestorable)
+    assert (found["a"].path, found["a"].kind) == ("obj['a']", "ActorHandle")
+    code, said = run("a.pkl", "-o", "out.pkl", "--drop-handles")
+    assert (code, "there are no handles" in said) == (0, True)
+
+
+@pytest.mark.parametrize(("arguments", "word"), [
+    (["a.pkl", "--drop", "obj['a']"], "say where the edited pickle goes"),
+    (["a.pkl", "-o", "x", "--in-place", "--drop", "obj['a']"], "say where the edited pickle goes"),
+    (["a.pkl", "-o", "x"], "nothing to do"),
+    (["a.pkl", "-o", "x", "--backup", "--drop", "obj['a']"], "--backup is for --in-place"),
+    (["-", "--in-place", "--drop", "obj['a']"], "--in-place is for files"),
+    (["a.pkl", "-o", "a.pkl", "--drop", "obj['a']"], "would overwrite FILE"),
+    (["a.pkl", "-o", "no/x", "--drop", "obj['a']"], "there is no directory"),
+    (["a.pkl", "-o", "x", "--drop", "obj['b']"], "obj has no ['b']"),
+    (["a.pkl", "-o", "x", "--drop", "obj["], "not a path"),
+    (["a.pkl", "-o", "x", "--drop", "obj"], "nothing left"),
+    (["a.pkl", "-o", "x", "--replace", "obj['a']=x"], "is not JSON"),
+    (["a.pkl", "-o", "x", "--replace", "obj['a']"], "is not PATH=VALUE"),
+    (["a.pkl", "-o", "x", "--replace", "obj['a']=@no.pkl"], "cannot read no.pkl"),
+    (["a.pkl", "-o", "x", "--replace", "obj['a']=@text.txt"], "text.txt is not a pickle"),
+    (["text.txt", "-o", "x", "--drop", "obj"], "text.txt is not a pickle"),
+    (["empty", "-o", "x", "--drop", "obj"], "empty is empty"),
+    (["no.pkl", "-o", "x", "--drop", "obj"], "no file no.pkl"),
+    (["two.pkl", "-o", "x", "--drop", "obj"], "holds 2 pickles"),
+    (["json:loads", "-o", "x", "--drop", "obj"], "edit takes the file of a pickle"),
+    (["a.pkl", "-o", "/dev/full", "--drop", "obj['a']"], "cannot write /dev/full: No space left on device"),
+    (["a.pkl", "-o", "/proc/x.pkl", "--drop", "obj['a']"], "cannot write /proc/x.pkl"),
+    (["a.pkl", "-o", "x", "--drop-handles", "--keep-handles-as-placeholders"], "exclude each other"),
+])
+def test_command_explains_what_is_wrong(run, tmp_path, arguments, word):
+    (tmp_path / "text.txt").write_bytes(b"this is no pickle")
+    (tmp_path / "two.pkl").write_bytes(pickle.dumps(1) * 2)
+    (tmp_path / "empty").write_bytes(b"")
+    before = sorted(os.listdir(tmp_path))
+    code, said = run(*arguments)
+    assert code == 2
+    assert word in said
+    assert said.count("\n") == 1
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+def command(*arguments, **options):
+    package = os.path.dirname(os.path.dirname(fastcap.__file__))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([package, os.environ.get("PYTHONPATH", "")])}
+    return subprocess.Popen([sys.executable, "-m", "fastcap", "edit", *arguments], env=environment,
+                            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
+
+
+def test_command_between_pipes():
+    process = command("-", "-o", "-", "--drop", "obj['a'][1]")
+    printed, said = process.communicate(gzip.compress(pickle.dumps(OBJECT)))
+    assert process.returncode == 0
+    assert pickle.loads(gzip.decompress(printed)) == {**OBJECT, "a": [1, 3]}
+    assert b"compressed with gzip" in said
+
+
+def write_huge(path):
+    """A sparse file of 64 GiB that is a pickle."""
+    size = 64 << 30
+    with open(path, "wb") as file:
+        file.write(b"\x80\x05}(\x8c\x01aK\x01\x8c\x01b\x8e" + struct.pack("<Q", size))
+        file.seek(size, os.SEEK_CUR)
+        file.write(b"u.")
+
+
+def test_command_leaves_nothing_behind_when_it_is_interrupted(tmp_path):
+    write_huge(tmp_path / "a.pkl")
+    process = command("a.pkl", "-o", "out.pkl", "--drop", "obj['a']", cwd=tmp_path)
+    end = time.monotonic() + 60
+    while len(os.listdir(tmp_path)) == 1 and time.monotonic() < end:
+        time.sleep(0.01)
+    assert len(os.listdir(tmp_path)) == 2
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert said == b"fastcap: interrupted\n"
+    assert os.listdir(tmp_path) == ["a.pkl"]
+
+
+def test_command_leaves_nothing_behind_when_the_disk_is_full(tmp_path):
+    write_huge(tmp_path / "a.pkl")
+    limit = 3 << 20  # bytes: a process may not write longer files
+    process = command("a.pkl", "-o", "out.pkl", "--drop", "obj['a']", cwd=tmp_path,
+                      preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert said == b"fastcap: cannot write out.pkl: File too large\n"
+    assert os.listdir(tmp_path) == ["a.pkl"]

@@ -161,6 +161,75 @@ def test_reducers_that_bring_up_what_was_left_out(what, protocol):
         assert loaded[1].found is FINDERS[what](loaded[0])
 
 
+@pytest.mark.parametrize("protocol", [2, 4, 5])
+@pytest.mark.parametrize("between", [None, 1.5, ["list"]], ids=["run", "runs", "single items"])
+def test_reducers_that_bring_up_items_of_long_containers(between, protocol):
+    """Of long runs of strings only the ends are noted, until someone asks."""
+    words = [text for n in range(3000) for text in (f"word {n}", f"\u00e9{n}", b"bytes %d" % n)]
+    table = {f"key {n}": f"value {n}" for n in range(3000)}
+    if between is not None:
+        step = 500 if between == 1.5 else 2
+        for position in range(0, len(words), step):
+            words[position] = between
+        for n in range(0, 3000, step):
+            table[f"key {n}"] = between
+    holder = Node(words=words, table=table)
+    positions = [1, 4, 65, 998, 1001, 2999, 4444, 8999]
+    givers = [Giving(lambda position=position: holder.words[position]) for position in positions]
+    keys = [Giving(lambda n=n: list(holder.table)[n]) for n in (1, 66, 1001, 2999)]
+    values = [Giving(lambda n=n: holder.table[f"key {n}"]) for n in (1, 67, 1001, 2999)]
+    loaded, givers, keys, values = assert_compact([holder, givers, keys, values], protocol)
+    assert all(giver.found is loaded.words[position] for giver, position in zip(givers, positions, strict=True))
+    assert all(giver.found is list(loaded.table)[n] for giver, n in zip(keys, (1, 66, 1001, 2999), strict=True))
+    assert all(giver.found is loaded.table[f"key {n}"] for giver, n in zip(values, (1, 67, 1001, 2999), strict=True))
+
+
+def test_long_containers_that_change_meanwhile():
+    """What was noted as a run is looked for in a container that is not what it was."""
+
+    class Changing:
+        def __init__(self, change):
+            self.change = change
+
+        def __reduce__(self):
+            self.change()
+            return list, ([*words[:3], *table, "new"],)
+
+    for change in (lambda: words.clear(), lambda: words.__delitem__(slice(0, 500)), lambda: words.extend("abc" * 500),
+                   lambda: table.clear(), lambda: table.update(dict.fromkeys(range(5000)))):
+        words, table = [f"word {n}" for n in range(700)], {f"key {n}": f"value {n}" for n in range(700)}
+        expected = [[*words], {**table}]
+        loaded = pickle.loads(native.dumps([words, table, Changing(change), Changing(lambda: None)], compact=True))
+        assert loaded[:2] == expected
+        words, table = [f"word {n}" for n in range(700)], {f"key {n}": f"value {n}" for n in range(700)}
+        words.append(Changing(change))
+        table["changing"] = Changing(lambda: None)
+        loaded = pickle.loads(native.dumps([table, words], compact=True))
+        assert list(loaded[0])[:700] == list(expected[1])
+        assert loaded[1][:700] == expected[0]
+
+
+def test_states_of_slots_are_temporary():
+    """They die with their addresses: what a reducer makes there later has not been left out."""
+
+    class Slotted:
+        __slots__ = ("a", "b")
+
+        def __init__(self, n):
+            self.a, self.b = n, [n]
+
+    class Counted:
+        def __reduce__(self):
+            calls.append(self)
+            kept.append({"number": len(kept)})
+            return Node, (), kept[-1]
+
+    calls, kept = [], []
+    native.dumps([item for n in range(300) for item in (Slotted(n), Counted())], compact=True,
+                 native_reduce=lambda pickler, obj: (str, ("Slotted",)) if obj is Slotted else NotImplemented)
+    assert len(calls) == 300
+
+
 def test_persistent_ids_that_bring_up_what_was_left_out():
     holder = Node(value=["inner"])
 

@@ -424,6 +424,33 @@ def test_shared_objects_in_many_threads():
     assert results == [True] * 80
 
 
+def test_shared_objects_in_many_threads_in_compact_mode():
+    """Other threads' references come and go; whatever they do to what is left out, each result is complete."""
+    shared = [{"key": [[n], f"{n}", (f"{n}", [n])], "words": [f"word {i}" for i in range(200)], "array": bytearray(5)}
+              for n in range(50)]
+    pair = ["pair"]
+    shared += [Fresh(1), pair, pair, {f"k{n}": f"v{n}" for n in range(200)}]
+    results = []
+
+    def work():
+        for _ in range(20):
+            loaded = pickle.loads(native.dumps(shared, 5, compact=True))
+            same = [*loaded[:50], *loaded[51:]] == [*shared[:50], *shared[51:]]
+            results.append(same and loaded[51] is loaded[52])
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert results == [True] * 160
+
+
 # ---- leaks
 
 

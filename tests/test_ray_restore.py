@@ -66,8 +66,8 @@ def case(name, which, places, kinds, **more):
 def run_cases(folder, cases):
     """Makes experiments in one cluster and restores them in others; what those say about each.
 
-    Ray's own restore has a cluster for itself: a reference of another cluster may have the id of the next ``ray.put``,
-    which then ends the process.
+    Ray's own restore has a cluster for itself: where a dead reference has been loaded that has the id of the next
+    ``ray.put``, Ray ends the process.
     """
     made = drive("make", folder, cases)
     for each in cases:
@@ -83,10 +83,16 @@ def run_cases(folder, cases):
 
 def check(each, said):
     """Ray's restore fails as it does, fastcap's goes on where the experiment ended."""
-    if "actor" in each["kinds"]:
-        assert "AssertionError: Expected str or bytes, got <class 'NoneType'>" in said["own"]["error"]
+    own = said["own"]
+    assert own["error"]
+    if each["which"] == "tuner" and each["places"] == ("config",) and each["kinds"] == ("actor",):
+        # Tune logs that it cannot read the state, and begins again, without the configuration.
+        assert "AssertionError: Expected str or bytes, got <class 'NoneType'>" in own["logged"]
+        assert [row["started"] for row in own["metrics"]] == [0]
+    elif "actor" in each["kinds"]:
+        assert "AssertionError: Expected str or bytes, got <class 'NoneType'>" in own["error"]
     else:
-        assert "OwnerDiedError" in said["own"]["error"]
+        assert "OwnerDiedError" in own["error"]
     kinds = {"actor": "ActorHandle", "ref": "ObjectRef"}
     required = [(kind, argument) for kind, argument, _, required in said["dry"] if required]
     wanted = [(kinds[kind], ARGUMENTS[each["which"]][place]) for place, kind in zip(each["places"], each["kinds"])]

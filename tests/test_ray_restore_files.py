@@ -223,6 +223,8 @@ def test_what_is_no_experiment(tmp_path):
     (tmp_path / "exp-restored").mkdir()
     with pytest.raises(FastcapError, match="exp-restored exists"):
         fastcap_ray.restore_trainer(path, replace=NEW)
+    with pytest.raises(FastcapError, match="is inside of"):
+        fastcap_ray.restore_trainer(path, replace=NEW, into=path / "new")
     state = path / "experiment_state-2026-01-02_00-00-00.json"
     for text in ("{", "[]", '{"trial_data": [["{}", "{}"]], "runner_data": {}}'):
         state.write_text(text)
@@ -391,6 +393,15 @@ def test_a_class_by_value_with_a_handle(tmp_path):
     mine = make_class("live")
     trainer = fastcap_ray.restore_trainer(path, mine, replace=rest, into=tmp_path / "second")
     assert type(trainer) is mine
+
+
+def test_paths_as_people_write_them(tmp_path, monkeypatch):
+    trainer_experiment(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path / "exp")
+    for path in ("~/exp", ".", tmp_path / "exp", "../exp/"):
+        assert len(fastcap_ray.restore_trainer(path, dry_run=True)) == 2
+    assert fastcap_ray.restore_trainer("../exp", replace=NEW, into="~/new")._restore_path == str(tmp_path / "new")
 
 
 def test_another_file_system(tmp_path):

@@ -16,7 +16,7 @@ import pytest
 
 import fastcap
 from fastcap import config, explain, paths, pytest_plugin, report
-from fastcap.cli import analyze, diff
+from fastcap.cli import analyze, diff, edit
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -38,6 +38,8 @@ def shell(tmp_path):
         f'#!/bin/sh\nexec "{sys.executable}" -m pytest {"" if PLUGIN_INSTALLED else "-p fastcap.pytest_plugin"} "$@"\n'
     )
     (program.parent / "pytest").chmod(0o755)
+    (program.parent / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    (program.parent / "python").chmod(0o755)
     shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
     package = str(Path(fastcap.__file__).parent.parent)
     environment = {key: value for key, value in os.environ.items() if key not in ("COLUMNS", "FORCE_COLOR", "DATA_MIB")}
@@ -127,9 +129,10 @@ def test_every_option_is_listed():
         assert option.param_type_name == "argument" or listed & set(option.opts), option.name
 
 
-def test_every_option_of_diff_is_listed():
-    listed = set(re.findall(r"--[\w-]+|(?<=`)-\w", " ".join(table("option of `diff`"))))
-    options = [option for option in diff.params if option.param_type_name == "option"]
+@pytest.mark.parametrize("command", [diff, edit], ids=lambda command: command.name)
+def test_every_option_of_other_commands_is_listed(command):
+    listed = set(re.findall(r"--[\w-]+|(?<=`)-\w", " ".join(table(f"option of `{command.name}`"))))
+    options = [option for option in command.params if option.param_type_name == "option"]
     assert listed <= {name for option in options for name in option.opts}
     assert all(listed & set(option.opts) for option in options)
 

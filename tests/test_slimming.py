@@ -203,6 +203,36 @@ def test_deep_nesting(store):
     assert len(store.puts) == 1
 
 
+def test_big_tensors_are_only_looked_at(store, monkeypatch):
+    """Not copied, as torch does when it pickles a tensor, unless they stay."""
+    torch = pytest.importorskip("torch")
+
+    class Keeps:
+        def put(self, obj, info):
+            kept.append(obj)
+            return list, ()
+
+    kept, plain = [], torch.ones(400_000)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", None)
+        for tensor in (plain, torch.nn.Parameter(plain), plain.bfloat16(), plain > 0):
+            for compact in (False, True):
+                kept.clear()
+                made = [tensor, make_closure(0)]
+                assert len(fastcap.dumps(made, store=Keeps(), min_size="100 KiB", compact=compact)) < 2000
+                assert len(kept) == 1
+                assert kept[0] is tensor
+    shared = torch.arange(400_000)
+    for tensor in (shared[10:], shared.reshape(400, 1000).T, torch.complex(torch.ones(200_000), torch.ones(1)).conj()):
+        loaded = pickle.loads(fastcap.dumps([tensor, make_closure(0)], store=store))[0]
+        assert torch.equal(loaded, tensor)
+    marked = torch.ones(400_000)
+    marked.mark = Behaves(1)
+    loaded = pickle.loads(fastcap.dumps([marked, Copies()], store=store))
+    assert loaded[0].mark.data == 1
+    assert torch.equal(loaded[0], plain)
+
+
 class OwnArray(np.ndarray):
     pass
 

@@ -34,11 +34,12 @@ import ray
 from fastcap.editing import Editor
 from fastcap.errors import EditError, FastcapError, NotRestored, PayloadError, UnknownRay
 from fastcap.explain import TABLE
+from fastcap.handles import Handle, find_handles, is_below
 from fastcap.loading import load_with_ids
 from fastcap.paths import Path, Step, attr, item, parse, word
 from fastcap.pickling import dumps
 from fastcap.placeholders import Unrestorable
-from fastcap.substitution import Handle, find_handles, id_opcodes, is_below, replace_path
+from fastcap.substitution import id_opcodes, replace_path
 
 Handles = Callable[[Unrestorable], Any]
 
@@ -300,7 +301,7 @@ class _Experiment:
         self.path = os.fspath(path)
         self.is_uri = "://" in self.path
         if not self.is_uri and storage_filesystem is None:
-            self.path = os.path.abspath(self.path)
+            self.path = os.path.abspath(os.path.expanduser(self.path))
         self.path = self.path.rstrip("/")
         self.fs, self.fs_path = get_fs_and_path(self.path, storage_filesystem)
         self.fs_path = self.fs_path.rstrip("/")
@@ -481,9 +482,11 @@ class _Experiment:
                 if not other.equals(self.fs):
                     raise FastcapError(f"{path} is not where {self.path} is: copy the experiment first")
             elif self.is_local:
-                path = fs_path = os.path.abspath(path)
+                path = fs_path = os.path.abspath(os.path.expanduser(path))
             else:
                 fs_path = path
+        if fs_path.startswith(f"{self.fs_path}/"):
+            raise FastcapError(f"{path} is inside of {self.path}, which stays as it is: give a directory beside it")
         if self.fs.get_file_info(fs_path).type != pyarrow.fs.FileType.NotFound:
             raise FastcapError(
                 f"{path} exists: if it is this experiment, restored before, restore it from there; else give another "
