@@ -174,9 +174,7 @@ def arguments(case, handles):
     stop = make_stop(at["closure"]) if at["closure"] is not None else None
     return {
         "trainable": make_trainable(None), "param_space": space,
-        "run_config": tune.RunConfig(
-            callbacks=callbacks, stop=stop, failure_config=tune.FailureConfig(fail_fast="trials" in case)
-        ),
+        "run_config": tune.RunConfig(callbacks=callbacks, stop=stop),
         "tune_config": tune.TuneConfig(max_concurrent_trials=1),
     }  # fmt: skip
 
