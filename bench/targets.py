@@ -77,6 +77,18 @@ SAVING = [
 # Time for one node at 1e5 nodes over that at 1e7: at least 1 / 1.5.
 NODE_COUNTS = {"1e5 nodes": 100_000, "1e7 nodes": 10_000_000}
 FIRST_SCAN, SECOND_SCAN = "first scan of a process", "second"
+RAY_LARGE = "Ray: first call of a function that captures 800 MB"
+RAY_SMALL = "Ray: pickling of a small function for export"
+RAY_PUT = "Ray: put of 20k datetimes"
+RAY_INSTANCES = "Ray: put of 20k instances"
+RAY = [
+    Target(RAY_LARGE, "slim", "put and small", 1 / 1.15),
+    Target(RAY_SMALL, "installed, not native", "Ray", 1 / 1.02),
+    Target(RAY_SMALL, "installed", "Ray", 1),
+    Target(RAY_PUT, "installed", "Ray", 1),
+    Target(RAY_INSTANCES, "installed", "Ray", 1),
+]
+
 NODE_TIME = Target("1e7 nodes", "dominators", "1e5 nodes, for one node", 1 / 1.5)
 
 
@@ -185,7 +197,7 @@ class Ledger:
         rows += [self.mean_row(PICKLER_MEAN, exact)]
         rows += [self.row(target) for target in ANALYSIS]
         rows += [self.mean_row(ANALYSIS_MEANS[0], ANALYSIS), self.mean_row(ANALYSIS_MEANS[1], against_asizeof)]
-        rows += [self.row(target) for target in [*SCANNER, *SAVING]]
+        rows += [self.row(target) for target in [*SCANNER, *SAVING, *RAY]]
         rows += [self.node_time_row(), *map(self.memory_row, MEMORY)]
         return [row for row in rows if row.ratio is not None or (row.note and not row.note.startswith("over 0"))]
 

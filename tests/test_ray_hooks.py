@@ -199,7 +199,8 @@ def test_modules_that_are_imported_later():
         "assert type(registry.__loader__).__module__ != hooks.__name__\n"
         "fastcap.ray.uninstall()\n"
         "assert registry.pickle is ray.cloudpickle and internal.pickle is ray.cloudpickle\n"
-        "import ray.util.client.common as client\n"
+        "try: import ray.util.client.common as client\n"
+        "except ImportError: sys.exit()  # it needs more than Ray\n"
         "assert client.check_oversized_function is ray._private.utils.check_oversized_function\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

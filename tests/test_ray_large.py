@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -131,6 +132,129 @@ def test_as_ray_fails(size, error, tmp_path):
     assert "<closure self>.data" in message
     assert f"ndarray float64 ({size // 8},)" in message
     assert "program.py:" in message
+
+
+SESSIONS = """
+import threading
+import numpy as np
+import ray
+import fastcap.ray
+
+data = np.ones(1_000_000)
+
+
+def start():
+    ray.init("local", num_cpus=2, object_store_memory=200 << 20, include_dashboard=False, logging_level="ERROR")
+
+
+def make(number):
+    def use():
+        return number + data.sum()
+
+    return ray.remote(use)
+
+
+@ray.remote
+def kept():
+    return data.sum()
+
+
+fastcap.ray.install()
+start()
+assert ray.get(kept.remote()) == 1_000_000
+first = fastcap.ray.report().entries[0].ref
+results, functions = [], [make(number) for number in range(8)]
+threads = [threading.Thread(target=lambda each=each: results.append(ray.get(each.remote()))) for each in functions]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert sorted(results) == [number + 1_000_000 for number in range(8)]
+(entry,) = fastcap.ray.report().entries
+assert entry.ref == first and entry.export_count == 9, entry
+ray.shutdown()
+assert fastcap.ray.report().entries == ()
+start()
+assert fastcap.ray.report().entries == ()
+assert ray.get(kept.remote()) == 1_000_000  # put anew
+(entry,) = fastcap.ray.report().entries
+assert entry.ref != first or entry.export_count == 1
+fastcap.ray.uninstall()
+fastcap.ray.install("1 KiB")
+assert ray.get(kept.options(num_cpus=0.5).remote()) == 1_000_000
+assert len(kept._pickled_function) < 10_000
+del functions
+"""
+
+
+def test_two_sessions_and_many_threads(tmp_path):
+    script = tmp_path / "sessions.py"
+    script.write_text(SESSIONS)
+    environment = {**os.environ, "PYTHONPATH": str(Path(fastcap.__file__).parent.parent)}
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=280, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+CLIENT = """
+import subprocess, sys
+import numpy as np
+import ray
+import fastcap.ray
+
+if sys.argv[1] == "server":
+    ray.init("local", num_cpus=1, object_store_memory=200 << 20, include_dashboard=False, logging_level="ERROR")
+    import ray.util.client.server.server as servers
+    server = servers.serve("127.0.0.1", int(sys.argv[2]))
+    code = subprocess.call([sys.executable, __file__, "client", sys.argv[2]])
+    server.stop(0)
+    raise SystemExit(code)
+constants = ray._private.ray_constants
+constants.FUNCTION_SIZE_WARN_THRESHOLD = constants.FUNCTION_SIZE_ERROR_THRESHOLD = 10**7
+fastcap.ray.install()
+ray.init(f"ray://127.0.0.1:{sys.argv[2]}")
+large, fitting = np.ones(2_000_000), np.ones(400_000)
+
+
+@ray.remote
+def use_large():
+    return large.sum()
+
+
+@ray.remote
+def use_fitting():
+    return fitting.sum()
+
+
+try:
+    use_large.remote()
+except ValueError as error:
+    assert "is too large" in str(error) and "use_large<global large>" in str(error), error
+else:
+    raise SystemExit("no error")
+assert ray.get(use_fitting.remote()) == 400_000
+assert fastcap.ray.report().entries == ()
+try:
+    fastcap.ray.with_captures(lambda config: fitting)
+except fastcap.FastcapError as error:
+    assert "Ray Client" in str(error), error
+else:
+    raise SystemExit("no error")
+"""
+
+
+@pytest.mark.long
+def test_ray_client(tmp_path):
+    pytest.importorskip("grpc", reason="Ray Client needs grpcio")
+    script = tmp_path / "client.py"
+    script.write_text(CLIENT)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {**os.environ, "PYTHONPATH": str(Path(fastcap.__file__).parent.parent)}
+    done = subprocess.run(
+        [sys.executable, str(script), "server", str(port)], capture_output=True, text=True, timeout=280, env=environment
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("size", ["4"])

@@ -616,6 +616,24 @@ def test_a_store_of_ones_own():
     assert entries() == []
 
 
+def test_without_a_cluster():
+    import subprocess
+    import sys
+
+    code = (
+        "import numpy as np, fastcap, fastcap.ray, fastcap.stores\n"
+        "data = np.ones(200_000)\n"
+        "for work in (lambda: fastcap.dumps(data, store=fastcap.stores.RayStore()),\n"
+        "             lambda: fastcap.ray.with_captures(lambda: data)):\n"
+        "    try: work()\n"
+        "    except fastcap.FastcapError as error: assert 'call ray.init() before' in str(error)\n"
+        "    else: raise SystemExit('no error')\n"
+        "assert fastcap.ray.report().entries == ()\n"
+        "print(fastcap.ray.report())\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
 def test_native_pickling():
     import fastcap.pickling
 

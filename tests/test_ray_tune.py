@@ -228,7 +228,7 @@ def test_files_stay_self_contained(cluster, tmp_path):
     """Nothing that a run writes refers to the object store, and the run is restored in a new cluster."""
     trainer = Trainer()
     results = fit(trainer.make(), str(tmp_path), name="run", num_samples=2, config={"x": tune.uniform(0, 1)})
-    before = losses(results)
+    before = sorted(losses(results))
     assert len(entries()) == 1
     ref = bytes.fromhex(entries()[0]["ref"])
     files = files_below(tmp_path / "run")
@@ -248,7 +248,7 @@ def test_files_stay_self_contained(cluster, tmp_path):
         "def train_func(config): return {'loss': float(data.sum())}\n"
         "ray.init(num_cpus=1, object_store_memory=100 << 20, include_dashboard=False, logging_level='ERROR')\n"
         "results = tune.Tuner.restore(sys.argv[1], trainable=train_func, resume_errored=True).fit()\n"
-        "print('losses', [result.metrics['loss'] for result in results])\n"
+        "print('losses', sorted(result.metrics['loss'] for result in results))\n"
     )
     run = subprocess.run(
         [sys.executable, str(script), str(tmp_path / "run")], capture_output=True, text=True, timeout=180, cwd=tmp_path
@@ -325,13 +325,14 @@ def train_v1(monkeypatch):
 def test_train_v1(train_v1, cluster, tmp_path, exports):
     """A subclass that captures, defined where fit is called, with data in its loop and a large configuration."""
     from ray import train
-    from ray.air.config import RunConfig
+    from ray.air.config import RunConfig, ScalingConfig
 
     data = np.ones(SIZE // 8)
     kept = np.full(SIZE // 8, 3.0)
 
     def loop(config):
-        train.report({"loss": float(data.sum() + config["table"].sum())})
+        rows = sum(len(batch["id"]) for batch in train.get_dataset_shard("train").iter_batches())
+        train.report({"loss": float(data.sum() + config["table"].sum()), "rows": rows})
 
     class MyTrainer(train_v1.DataParallelTrainer):
         def setup(self):
@@ -340,11 +341,13 @@ def test_train_v1(train_v1, cluster, tmp_path, exports):
 
     trainer = MyTrainer(
         loop, train_loop_config={"table": np.full(SIZE // 8, 2.0)},
-        scaling_config=train.ScalingConfig(num_workers=1, resources_per_worker={"CPU": 1}),
+        scaling_config=ScalingConfig(num_workers=1, trainer_resources={"CPU": 0}),
+        datasets={"train": ray.data.range(8)},
         run_config=RunConfig(storage_path=str(tmp_path), name="run"),
     )  # fmt: skip
     result = trainer.fit()
     assert result.metrics["loss"] == 3 * len(data)
+    assert result.metrics["rows"] == 8
     assert max(exports) < SMALL
     assert [entry["path"].rpartition("<")[2] for entry in entries()] == ["closure kept>"]
     for name in ("trainer.pkl", "tuner.pkl"):

@@ -10,10 +10,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-import ray
-
 import fastcap
-from fastcap.errors import FastcapError
 from fastcap.ray.parts import FLAVOR, SHELF, ExportStore
 
 
@@ -25,12 +22,10 @@ def with_captures(trainable: Any, *, min_size: int | str = "1 MiB", writable: bo
     held as long as what is returned lives. Works for trainables of Tune, training functions of Train, and whatever else
     is a function or class that another process calls.
 
-    Raises TypeError for what is neither callable nor a class, and FastcapError if Ray is not initialised.
+    Raises TypeError for what is neither callable nor a class, and FastcapError if Ray is not initialised, or a client.
     """
     if not callable(trainable):
         raise TypeError(f"with_captures takes a function or a class, not {type(trainable).__name__!r} object")
-    if not ray.is_initialized():
-        raise FastcapError("with_captures puts what is captured into the object store: call ray.init() before")
     name = getattr(trainable, "__qualname__", None) or type(trainable).__qualname__
     store = ExportStore(writable=writable, name=name)
     payload = fastcap.dumps(trainable, flavor=FLAVOR, store=store, min_size=min_size)

@@ -30,6 +30,7 @@ import ray
 from ray.exceptions import ObjectStoreFullError, OutOfDiskError
 
 import fastcap
+from fastcap.errors import FastcapError
 from fastcap.report import format_size
 from fastcap.stores import LiveTable, PartInfo, ReduceValue
 
@@ -176,7 +177,15 @@ class Shelf:
     # ---- putting
 
     def put(self, obj: Any, info: PartInfo, name: str, *, keep: Keep | None = None) -> Part:
-        """The part that holds an object as it is now; raises what `ray.put` raises."""
+        """The part that holds an object as it is now.
+
+        Raises what `ray.put` raises, and FastcapError where there is no object store.
+        """
+        if not global_worker().connected:
+            raise FastcapError(
+                "there is no object store: call ray.init() before"
+                + (" (not under Ray Client, whose objects are on the other side)" if ray.is_initialized() else "")
+            )
         with self._lock:
             self._enter_session()
             part, digest = self._find(obj, info, keep is not None)
@@ -258,6 +267,9 @@ class Shelf:
             if definition is not None and definition.reference is not None and definition.reference() is not obj:
                 self._retire(definition)  # the key is an id that is used again
                 definition = None
+            parts = list(parts)
+            if definition is None and not parts:
+                return
             if definition is None:
                 definition = self._definitions[key] = Definition(key, name)
                 if obj is not None:
