@@ -12,7 +12,15 @@ import dis
 import sys
 from collections.abc import Iterable, Iterator
 from functools import cache
-from types import CellType, CodeType, FunctionType
+from types import (
+    CellType,
+    CodeType,
+    FunctionType,
+    GetSetDescriptorType,
+    MemberDescriptorType,
+    MethodDescriptorType,
+    WrapperDescriptorType,
+)
 from typing import Any, Final
 
 from fastcap.explain import Call, short_name
@@ -57,12 +65,32 @@ def _of_class(cls: type) -> tuple[str, str] | None:
     private = next((each for each in _strings(slots) if _is_private(each)), None)
     if private is not None:
         return _slot_reason(names_of(cls)[1], private)
+    native = next(_native_attributes(cls), None)
+    if native is not None:
+        return (
+            f"its attribute {native} is not Python's, and an empty class lacks it "
+            f"(AttributeError: type object {names_of(cls)[1]!r} has no attribute {native!r})",
+            "give {} a name under which its module has it, or make it where it is used",
+        )
     names, members = own.get("_member_names_"), own.get("_member_map_")
     if type(names) is list and type(members) is dict and members and not names:
         return _FLAG_REASON
     return None
 
 
+def _native_attributes(cls: type) -> Iterator[str]:
+    """Attributes of a class that go as ``getattr(cls, name)``: those of a type in C, and slots that nobody lists."""
+    own = namespace(cls)
+    slots = {"__dict__", "__weakref__", *_strings(own.get("__slots__", ()))}
+    native = [name for name, value in own.items() if type(value) in _DESCRIPTORS and type(name) is str]
+    for name in native:
+        if name not in slots and not any(name in namespace(base) for base in ancestors(cls)[1:]):
+            yield name
+
+
+_DESCRIPTORS: Final = frozenset(
+    {MemberDescriptorType, GetSetDescriptorType, MethodDescriptorType, WrapperDescriptorType}
+)
 _PASS_ON: Final = (type.__new__, abc.ABCMeta.__new__)
 
 _FLAG_REASON: Final = (

@@ -113,8 +113,9 @@ RULES: Final[Mapping[str, Rule]] = {
             "FC210", ERROR, "class that cannot be rebuilt",
             "The class goes by value: cloudpickle makes an empty class of its name, bases and metaclass, and sets its "
             "attributes. That raises on load where the class statement gives an argument (class A(Base, key=1)) that "
-            "__init_subclass__ or the metaclass cannot do without, where a slot is private (__slots__ = ('__x',)), and "
-            "where from Python 3.11 on a Flag has members, but none that is a single bit.",
+            "__init_subclass__ or the metaclass cannot do without, where a slot is private (__slots__ = ('__x',)), "
+            "where the class is one of C that its module does not have under its name, and where from Python 3.11 on a "
+            "Flag has members, but none that is a single bit.",
             "a default for the argument, or move the class to a module that workers have: it goes by name then",
         ),
         Rule(

@@ -6,7 +6,7 @@ import dis
 import sys
 import zlib
 from collections.abc import Iterator, Mapping
-from types import CodeType, FunctionType, MethodType
+from types import CellType, CodeType, FunctionType, MethodType
 from typing import Any, Final
 
 from fastcap.explain import Call, short_name
@@ -40,6 +40,8 @@ def check_captured_self(scene: Scene) -> Iterator[Finding]:
     for index in scene.calls(lambda name: name == "cloudpickle:_make_function", scene.min_size):
         live = scene.object(index)
         code = live.__code__ if is_a(live, FunctionType) else None
+        if code is not None and not any(map(_may_hold_attributes, live.__closure__ or ())):
+            continue
         for part, target in scene.x.below(index):
             if part.how == "closure" and part.name is not None:
                 path = scene.path(index) + str(part.step)
@@ -59,6 +61,14 @@ def check_captured_self(scene: Scene) -> Iterator[Finding]:
         yield from _captured_whole(scene, index if function is None else function, path, target, variable, code, True)
 
 
+def _may_hold_attributes(cell: CellType) -> bool:
+    """Whether a closure's cell holds an instance of a class that somebody wrote."""
+    try:
+        return names_of(type(cell.cell_contents))[0].partition(".")[0] not in ("builtins", "numpy")
+    except ValueError:  # empty
+        return False
+
+
 _BINDS: Final = frozenset({"types.MethodType", "builtins.getattr"})
 
 
@@ -75,6 +85,8 @@ def _captured_whole(
     scene: Scene, function: int, path: str, target: int, variable: str, code: CodeType | None, bound: bool = False
 ) -> Iterator[Finding]:
     """A finding if a function reads only attributes of an instance that it holds, and they are a small part of it."""
+    if scene.size(target) < scene.min_size or scene.x.subject(target).route is None:
+        return
     state = dict(_attribute_nodes(scene, target))
     known = _attribute_names(scene, target, state)
     if code is None:
@@ -443,12 +455,16 @@ def check_tune(scene: Scene) -> Iterator[Finding]:
     """FC312."""
     if scene.x.graph.payload_size < scene.min_size or scene.x.subject(0).type != "function":
         return
-    call = Call(scene.x, 0)
-    code = call.argument(0)
-    args = Call(scene.x, scene.x.reader.resolve(code.index)).args if isinstance(code, At) else []
-    names = args[9] if len(args) in (16, 18) else None
-    first = scene.x.reader.sequence(names.index, 1) if isinstance(names, At) else []
-    if first and scene.x.reader.string(first[0]) == "config":
+    live = scene.object(0)
+    if is_a(live, FunctionType):
+        first = live.__code__.co_varnames[0] if live.__code__.co_varnames else None
+    else:
+        code = Call(scene.x, 0).argument(0)
+        args = Call(scene.x, scene.x.reader.resolve(code.index)).args if isinstance(code, At) else []
+        names = args[9] if len(args) in (16, 18) else None
+        values = scene.x.reader.sequence(names.index, 1) if isinstance(names, At) else []
+        first = scene.x.reader.string(values[0]) if values else None
+    if first == "config":
         size = format_size(scene.x.graph.payload_size)
         message = f"as a Tune trainable with num_samples >= 2 its {size} are exported twice"
         own = scene.x.subject(0).name or "train"
