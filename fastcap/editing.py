@@ -58,8 +58,8 @@ _READ_AHEAD = 1 << 18  # bytes read at least where short arguments are copied
 _CACHED_SLOTS = 64
 _MANY_SLOTS = 256  # values of one node from which on a look-up does not go through all of them
 _CANDIDATES = 1000  # parts that are looked at to guess which one was meant
-_TUPLES: Final = {b"\x85"[0]: 1, b"\x86"[0]: 2, b"\x87"[0]: 3}
-_SHORTER: Final = (b")", b"\x85", b"\x86", b"\x87")
+_TUPLES: Final = b"\x85\x86\x87"  # TUPLE1, TUPLE2, TUPLE3
+_BY_LENGTH: Final = (b")", b"\x85", b"\x86", b"\x87")  # opcodes that make a tuple of so many members
 _REFUSED: Final = {
     "self": "a bound method needs its object",
     "base": "a class needs its bases",
@@ -122,7 +122,9 @@ class _SlotReader(Reader):
 
     def slots(self, index: int) -> Slots:
         """What the opcodes of a node consume, kept for the next time."""
-        found = self._slots.pop(index, None) or self.program.slots(index)
+        found = self._slots.pop(index, None)
+        if found is None:
+            found = self.program.slots(index)
         self._slots[index] = found  # the last one used comes last
         if len(self._slots) > _CACHED_SLOTS:
             del self._slots[next(iter(self._slots))]
@@ -580,7 +582,7 @@ class Editor:
         for consumer, gone in dropped.items():
             mark, at, _, count, opcode = slots.consumer(consumer)
             if opcode in _TUPLES:
-                yield at, at + 1, self._add_opcodes(_SHORTER[count - gone]), -1
+                yield at, at + 1, self._add_opcodes(_BY_LENGTH[count - gone]), -1
             elif gone == count and opcode in b"abseu\x90":  # nothing is left to append, build or set
                 yield at, at + 1, -1, -1
                 if mark >= 0:

@@ -253,13 +253,30 @@ class _Liveness:
 
     def _buffers(self, node: int) -> int:
         """How many of the arguments of the call that makes an object are views of its own memory."""
-        if int(self.shape.nodes["op"][node]) not in _CALL_CODES:
+        own = self.shape.memo(node)
+        if own is None or int(self.shape.nodes["op"][node]) not in _CALL_CODES:
             return 0
         graph = self.shape.graph
         args = [edge.target for edge in graph.edges(node, 0, 3, False) if edge.role == OPERAND and edge.position]
         parts = [edge.target for index in args for edge in graph.edges(index, 0, 8, False)]
         memos = [memo for memo in map(self.shape.memo, parts) if memo is not None]
-        return sum(type(self.objects[memo]) is PickleBuffer for memo in memos)
+        return sum(_is_view_of(self.objects[memo], self.objects[own]) for memo in memos)
+
+
+def _is_view_of(buffer: Any, obj: Any) -> bool:
+    """Whether an argument of a reconstructor is a buffer that keeps the object alive, as those of arrays do."""
+    if type(buffer) is not PickleBuffer:
+        return False
+    try:
+        with memoryview(buffer) as view:
+            owner: Any = view.obj
+    except (BufferError, ValueError):  # of no memory any more
+        return False
+    for _ in range(3):  # an array, or a view of it that its reducer has made
+        if owner is obj:
+            return True
+        owner = getattr(owner, "base", None)
+    return False
 
 
 def find_cuts(

@@ -381,6 +381,7 @@ cdef class Slots:
     cdef OpenMark* marks         # owned
     cdef Py_ssize_t mark_count, mark_capacity
     cdef uint32_t placed         # items and pairs so far
+    cdef Py_ssize_t shift        # number less position of the slot that was looked up last
 
     def __dealloc__(self):
         PyMem_RawFree(self.slots)
@@ -410,11 +411,12 @@ cdef class Slots:
     def at(self, role, position):
         """Number of the first slot at a place, -1 if there is none."""
         cdef uint32_t place = (<uint32_t>role << ROLE_SHIFT) | <uint32_t>position
-        cdef Py_ssize_t i
-        if position < self.count and self.slots[<Py_ssize_t>position].place == place:
-            return position
+        cdef Py_ssize_t i = <Py_ssize_t>position + self.shift
+        if 0 <= i < self.count and self.slots[i].place == place:
+            return i
         for i in range(self.count):
             if self.slots[i].place == place:
+                self.shift = i - <Py_ssize_t>position
                 return i
         return -1
 
@@ -693,7 +695,7 @@ cdef class Rewriter:
     cdef Py_ssize_t out_size, out_capacity
     cdef bint framed             # the output has frames
     cdef readonly uint64_t written  # bytes handed over
-    cdef uint64_t moved_size     # bytes of the program written in place of references
+    cdef uint64_t piece_size     # bytes of all pieces that were written
     cdef bint begun, busy, done
     cdef readonly list moved     # the nodes written in place of references
     cdef readonly list buffers   # net offsets of the NEXT_BUFFERs that were written, in their order in the output
@@ -864,10 +866,18 @@ cdef class Rewriter:
     cdef int jump(self, Visit* visit, uint64_t net) except -1:
         """Leave out everything up to an offset."""
         cdef Program program = self.program_of(visit.piece)
+        cdef uint32_t middle
+        cdef uint32_t high = visit.last_node
         program.seek(&visit.cursor, net)
         visit.event = program.event_at(net)
         if visit.piece == NO_INDEX:
             visit.cut = self.cut_at(net)
+        while visit.node < high:  # nodes begin one after the other
+            middle = visit.node + (high - visit.node) // 2
+            if program.nodes[middle].start < net:
+                visit.node = middle + 1
+            else:
+                high = middle
         return 0
 
     cdef Py_ssize_t cut_at(self, uint64_t net) noexcept:
@@ -924,9 +934,11 @@ cdef class Rewriter:
             if self.piece_numbers == NULL:
                 raise MemoryError()
             memset(self.piece_numbers, 0xFF, <size_t>program.n * sizeof(uint32_t))
+            self.piece_size += program.size
             self.visit(cut.piece, 0, program.size, NO_INDEX)
             self.visits[self.visit_count - 1].memoize = node
         else:
+            self.piece_size += <uint64_t>len(piece)
             self.append(<const char*>piece, len(piece))
             self.memoize(node)
         return 0
@@ -1043,8 +1055,7 @@ cdef class Rewriter:
         cdef const Node* target = program.nodes + node
         if visit.piece != NO_INDEX:
             raise SystemError("fastcap: a piece refers to what it has not written")
-        self.moved_size += target.end - target.start
-        if self.moved_size > 4 * program.size + (1 << 20):
+        if self.written + <uint64_t>self.out_size > 4 * program.size + self.piece_size + (1 << 20):
             raise EditError("what refers into the parts that were dropped is too entangled to be kept")
         self.moved.append(node)
         self.visit(NO_INDEX, target.start, target.end, node)

@@ -660,8 +660,8 @@ cdef class Pickler:
     def _replacements(self):
         """None, or a dict from the ids of objects to the reduce values that are written in their place.
 
-        Objects of every type are looked up, but for None, numbers, strings of at most 255 characters, and the state of
-        an instance that has no reducer of its own. Whoever sets it keeps the objects alive.
+        Objects of every type are looked up, but for None, numbers, strings and bytes objects of at most 255 bytes, and
+        the state of an instance that has no reducer of its own. Whoever sets it keeps the objects alive.
         """
         return self.replacements
 

@@ -216,17 +216,42 @@ class Messages(logging.Handler):
         self.texts.append(logging.Formatter().format(record))
 
 
+def handle_in(experiment, which, place):
+    """The handle in a place of an experiment that Ray has restored."""
+    if which == "trainer":
+        given = experiment._param_dict
+        loop = given["train_loop_per_worker"]
+        if place == "config":
+            return given["train_loop_config"]["handle"]
+        if place == "closure":
+            return loop.__closure__[loop.__code__.co_freevars.index("handle")].cell_contents
+        return given["run_config"].callbacks[0].handle if place == "callback" else loop.__globals__["MyTrainer"].handle
+    if place == "config":
+        return experiment.get_results()[0].config["handle"]
+    run_config = experiment._local_tuner.get_run_config()
+    if place == "closure":
+        return run_config.stop.__closure__[0].cell_contents
+    return run_config.callbacks[0].handle
+
+
 def restore_as_ray_does(folder, case):
-    """How Ray's own restore of a copy ends, and what was logged meanwhile."""
+    """How Ray's own restore of a copy ends, and what was logged meanwhile.
+
+    Where there are only references it loads; that the experiment does not end then is not waited for.
+    """
     path = os.path.join(folder, f"{case['name']}-own")
     shutil.copytree(os.path.join(folder, case["name"]), path)
     messages = Messages()
     logging.getLogger("ray.tune").addHandler(messages)
     try:
         if case["which"] == "trainer":
-            said = fit(MyTrainer.restore(path))
+            experiment = MyTrainer.restore(path)
         else:
-            said = fit(tune.Tuner.restore(path, make_trainable(None), resume_errored=True))
+            experiment = tune.Tuner.restore(path, make_trainable(None), resume_errored=True)
+        if set(case["kinds"]) == {"ref"}:
+            for place in case["places"]:
+                ray.get(handle_in(experiment, case["which"], place), timeout=60)
+        said = fit(experiment)
     except Exception as error:
         said = {"error": "".join(traceback.format_exception(error))}
     finally:

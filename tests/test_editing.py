@@ -519,6 +519,16 @@ def test_a_long_chain_of_references_moves():
     assert link == ["end"]
 
 
+def test_deeply_nested_parts_move_from_the_inside_out():
+    nested = [[0]]
+    for k in range(30_000):
+        nested.append([nested[-1], k])
+    stream = fastcap.dumps({"a": nested[-1], "b": nested})
+    found = pickle.loads(fastcap.edit(stream, drop="obj['a']"))["b"]
+    assert found[0] == [0]
+    assert all(found[k + 1][0] is found[k] and found[k + 1][1] == k for k in range(30_000))
+
+
 def test_a_part_that_is_dropped_where_it_is_written_is_dropped_where_it_moves():
     shared = {"keep": 1, "big": ["x"] * 3}
     stream = pickle.dumps({"a": shared, "b": [shared, shared]})

@@ -1,6 +1,7 @@
 """Ray's handles: found in live objects without a trace in Ray, and in files that Ray wrote."""
 
 import functools
+import pickle
 import subprocess
 import sys
 
@@ -234,3 +235,14 @@ def test_312_replacement_for_tune(cluster):
     assert [row for row in after.findings if row.code == "FC312"] == []
     assert after.payload_size < report.payload_size / 100
     assert trainable({})["sum"] == int(data.sum())
+
+
+def test_handles_are_edited_out(actor, reference):
+    stream = fastcap.dumps({"actor": actor, "list": [actor, reference, 1]}, flavor="ray.cloudpickle")
+    found = pickle.loads(fastcap.edit(stream, handles="drop"))
+    assert found == {"actor": None, "list": [None, None, 1]}
+    found = pickle.loads(fastcap.edit(stream, handles="placeholder"))
+    assert found["actor"] is found["list"][0]
+    assert (found["actor"].kind, found["actor"].id) == ("ActorHandle", actor._actor_id.hex())
+    assert (found["list"][1].kind, found["list"][1].id) == ("ObjectRef", reference.hex())
+    assert "Tracker" in found["actor"].reason

@@ -16,6 +16,7 @@ from memory_store import MemoryStore
 from strategies import difference
 
 import fastcap
+from fastcap._native.pickler import Pickler as Encoder
 from fastcap.record import recording
 from fastcap.slimming import is_data
 
@@ -137,6 +138,42 @@ def test_every_kind_of_capture(hold, get, compact, store):
     assert np.array_equal(get(pickle.loads(data)), BIG)
 
 
+class Slotted:
+    __slots__ = ("value",)
+
+    def __init__(self, value):
+        self.value = value
+
+
+ONLY_HOLDERS = {
+    **{name: hold for name, (hold, _) in HOLDERS.items()},
+    "slots": Slotted,
+    "object with code": lambda value: corpus.Plain(code=make_closure(0), inner=corpus.Plain(deep=[{"x": value}])),
+    "list subclass": lambda value: corpus.ListSubclass([make_closure(0), value]),
+    "dict subclass": lambda value: corpus.DictSubclass(a=make_closure(0), b=value),
+    "default dict": lambda value: collections.defaultdict(make_closure(0), x=value),
+    "tuple": lambda value: (make_closure(0), value),
+    "object array": lambda value: np.array([make_closure(0), [value]], dtype=object),
+    "exception": lambda value: ValueError(make_closure(0), value),
+    "named tuple": lambda value: corpus.Point(make_closure(0), value),
+}
+
+
+@pytest.mark.parametrize("hold", ONLY_HOLDERS.values(), ids=ONLY_HOLDERS)
+@pytest.mark.parametrize("value", [
+    lambda: np.ones(200_000), lambda: [1.5] * 200_000, lambda: np.ones((400, 500)).T, lambda: np.ones(400_000)[::2],
+    lambda: bytearray(2_000_000), lambda: "x" * 2_000_000,
+], ids=["array", "list", "transposed", "strided", "bytearray", "str"])
+def test_parts_that_nobody_else_holds_last(hold, value, store):
+    made = hold(value())
+    data = fastcap.dumps(made, store=store)
+    assert len(data) < 5000
+    assert [info.temporary for _, info in store.puts] == [False]
+    again = MemoryStore()
+    fastcap.dumps(made, store=again)
+    assert again.objects[0] is store.objects[0]
+
+
 def test_a_part_is_described(store):
     fastcap.dumps(Trainer().make(), store=store)
     [(_, info)] = store.puts
@@ -231,6 +268,19 @@ def test_big_tensors_are_only_looked_at(store, monkeypatch):
     loaded = pickle.loads(fastcap.dumps([marked, Copies()], store=store))
     assert loaded[0].mark.data == 1
     assert torch.equal(loaded[0], plain)
+
+
+def test_stores_that_split_get_the_smallest_parts(store):
+    torch = pytest.importorskip("torch")
+    store.split = True
+    tensors = [torch.full((300_000,), number) for number in range(3)]
+    arrays = [np.full(200_000, number) for number in range(3)]
+    made = {"tensors": {"a": tensors[0], "b": tensors[1:]}, "arrays": arrays, "list": list(range(400_000)), "x": [[1]]}
+    loaded = pickle.loads(fastcap.dumps(made, store=store))
+    assert {id(obj) for obj in store.objects} == {id(obj) for obj in (*tensors, *arrays, made["list"])}
+    assert all(map(torch.equal, [loaded["tensors"]["a"], *loaded["tensors"]["b"]], tensors))
+    assert loaded["list"] == made["list"]
+    assert all(map(np.array_equal, loaded["arrays"], arrays))
 
 
 class OwnArray(np.ndarray):
@@ -556,3 +606,104 @@ def test_corpus_comes_back_the_same(kind, flavor):
         expected = pickle.loads(fastcap.dumps(made, protocol, flavor=flavor))
         data = fastcap.dumps(made, protocol, store=MemoryStore(protocol), min_size=SMALLEST, flavor=flavor)
         assert difference(expected, pickle.loads(data)) is None
+
+
+# ---- the encoder -----------------------------------------------------------------------------------------------------
+
+
+def encoder_into(file, **hooks):
+    encoder = Encoder(file, 5)
+    for name, value in hooks.items():
+        setattr(encoder, name, value)
+    return encoder
+
+
+@pytest.mark.parametrize("value", [1, "x", [], (), (list,), (1, ()), (list, []), (list, (), None, None, None, None, 1)])
+def test_replacements_that_are_none(value):
+    made = [1]
+    with pytest.raises(pickle.PicklingError):
+        encoder_into(io.BytesIO(), _replacements={id(made): value}).dump([made])
+
+
+@pytest.mark.parametrize("value", [1, (), (1,), (1, 2), (1, "x"), (1, 2, 3)])
+def test_records_that_are_none(value):
+    made = Behaves([1])
+    copyreg_like = encoder_into(io.BytesIO(), _recorded={id(made): value}, dispatch_table={Behaves: lambda obj: None})
+    with pytest.raises((pickle.PicklingError, TypeError, ValueError)):
+        copyreg_like.dump([made])
+
+
+@pytest.mark.parametrize("name", ["_replacements", "_recorded"])
+@pytest.mark.parametrize("value", [1, [], ()])
+def test_hooks_of_the_wrong_type(name, value):
+    with pytest.raises(TypeError):
+        encoder_into(io.BytesIO(), **{name: value})
+
+
+class Meddles:
+    """Changes the hooks of the encoder that is pickling it."""
+
+    def __init__(self, change):
+        self.change = change
+
+    def __reduce_ex__(self, protocol):
+        self.change()
+        return list, ((), ), None, self.items()
+
+    def items(self):
+        for _ in range(3):
+            self.change()
+            yield [[] for _ in range(5)]
+
+
+@pytest.mark.parametrize("change", [
+    lambda encoder: encoder._replacements.clear() if encoder._replacements else None,
+    lambda encoder: setattr(encoder, "_replacements", None),
+    lambda encoder: setattr(encoder, "_replacements", dict.fromkeys(range(100), (list, ()))),
+    lambda encoder: encoder._recorded.clear() if encoder._recorded else None,
+    lambda encoder: setattr(encoder, "_recorded", None),
+    lambda encoder: setattr(encoder, "_recorded", {}),
+])
+def test_hooks_that_change_in_the_midst(change):
+    part = [bytes(10)]
+    made = []
+    file = io.BytesIO()
+    encoder = encoder_into(file, _replacements={id(part): (dict, ())}, _recorded={})
+    made += [part, Meddles(lambda: change(encoder)), Behaves(1), Meddles(lambda: change(encoder)), part]
+    encoder.dump(made)
+    loaded = pickle.loads(file.getvalue())
+    assert loaded[0] == {}
+    assert loaded[1] == loaded[3] == [[[]] * 5] * 3
+    assert loaded[4] is loaded[0]
+
+
+def test_records_make_dumps_meet_the_same_objects():
+    made = [Copies(), Items([1, 2])]
+    recorded = {}
+    seen = []
+    for _ in range(2):
+        file = io.BytesIO()
+        encoder = encoder_into(file, _recorded=recorded)
+        encoder.dump(made)
+        seen.append([id(obj) for obj in encoder._memo_objects() if isinstance(obj, np.ndarray)])
+        assert difference(pickle.loads(fastcap.dumps(made)), pickle.loads(file.getvalue())) is None
+    assert seen[0] == seen[1]
+    assert len(seen[0]) == 3
+
+
+def test_a_replaced_object_may_be_found_by_persistent_ids_no_more():
+    class Persistent(Encoder):
+        def persistent_id(self, obj):
+            asked.append(obj)
+            return "kept" if obj == "kept" else None
+
+    asked, file, part = [], io.BytesIO(), ["part"]
+    encoder = Persistent(file, 5)
+    encoder._replacements = {id(part): (dict, ())}
+    encoder.dump([part, "kept", part])
+    assert part not in asked
+    unpickler = pickle.Unpickler(io.BytesIO(file.getvalue()))
+    unpickler.persistent_load = lambda name: name
+    loaded = unpickler.load()
+    assert loaded == [{}, "kept", {}]
+    assert loaded[0] is loaded[2]
