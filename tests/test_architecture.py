@@ -45,7 +45,7 @@ RESERVED = {
 # Who may use the native core; what only shows reports must work without it.
 NATIVE_USERS = {
     "pickling", "analysis", "explain", "inert", "external", "opening", "editing", "record", "saving", "slimming",
-    "substitution",
+    "substitution", "ray.parts",
 }
 
 

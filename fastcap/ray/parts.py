@@ -30,6 +30,7 @@ import ray
 from ray.exceptions import ObjectStoreFullError, OutOfDiskError
 
 import fastcap
+from fastcap._native.digest import digest
 from fastcap.errors import FastcapError
 from fastcap.report import format_size
 from fastcap.stores import LiveTable, PartInfo, ReduceValue
@@ -188,16 +189,16 @@ class Shelf:
             )
         with self._lock:
             self._enter_session()
-            part, digest = self._find(obj, info, keep is not None)
+            part, content = self._find(obj, info, keep is not None)
             if part is None:
                 reference, where = ray.put(obj), _whereabouts()
                 if keep is not None:
                     reference, where = keep(reference)
                 part = Part(reference, info, name, where, _may_share(obj), keep is not None)
                 self._parts[reference.binary()] = part
-                if digest:
-                    part.digest = digest
-                    self._contents[digest] = part
+                if content:
+                    part.digest = content
+                    self._contents[content] = part
                 else:
                     self._remember(obj, part)
             part.exports += 1
@@ -209,9 +210,9 @@ class Shelf:
         What outlives this process is Serve's above all, which copies what it is given.
         """
         if info.temporary or kept:
-            digest = _digest(obj)
-            part = self._contents.get(digest)
-            return (part if _serves(part, kept) else None), digest
+            content = _digest(obj)
+            part = self._contents.get(content)
+            return (part if _serves(part, kept) else None), content
         part = self._known.get(obj)
         if part is None or not _serves(part, kept):
             return None, b""
@@ -498,11 +499,11 @@ def _have_same_bytes(one: Any, other: Any) -> bool:
 def _digest(obj: Any) -> bytes:
     """For objects of which each dump has another one; two with one digest pickle alike."""
     stream, buffers = _pickled(obj)
-    digest = hashlib.blake2b(stream, digest_size=32)
+    found = hashlib.blake2b(stream, digest_size=32)
     for buffer in buffers:
-        digest.update(len(buffer).to_bytes(8, "little"))
-        digest.update(buffer)
-    return digest.digest()
+        found.update(len(buffer).to_bytes(8, "little"))
+        found.update(digest(buffer))
+    return found.digest()
 
 
 # ---- the store ---------------------------------------------------------------------------------------------------
