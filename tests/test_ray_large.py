@@ -187,6 +187,7 @@ del functions
 """
 
 
+@pytest.mark.long
 def test_two_sessions_and_many_threads(tmp_path):
     script = tmp_path / "sessions.py"
     script.write_text(SESSIONS)
