@@ -82,8 +82,9 @@ def _native_attributes(cls: type) -> Iterator[str]:
     """Attributes of a class that go as ``getattr(cls, name)``: those of a type in C, and slots that nobody lists."""
     own = namespace(cls)
     slots = {"__dict__", "__weakref__", *_strings(own.get("__slots__", ()))}
-    native = [name for name, value in own.items() if type(value) in _DESCRIPTORS and type(name) is str]
-    for name in native:
+    for name, value in own.items():
+        if type(value) not in _DESCRIPTORS or value.__objclass__ is not cls or type(name) is not str:
+            continue  # those of another class are found there: append = list.append
         if name not in slots and not any(name in namespace(base) for base in ancestors(cls)[1:]):
             yield name
 

@@ -69,6 +69,7 @@ SOUND = {
     "slots": "class Resize:\n    __slots__ = ('_key', '__dict__', '__weakref__')",
     "slots of a base": "class Base:\n    __slots__ = ('key',)\nclass Resize(Base):\n    __slots__ = 'other'",
     "exception": "class Resize(ValueError):\n    pass",
+    "methods of another C type": "class Resize:\n    add = list.append\n    real = complex.real",
     "subclass of a C type": "import collections\nclass Resize(collections.deque):\n    pass",
     "flag with single bits": "import enum\nclass Resize(enum.IntFlag):\n    LOW = 1\n    TOP = 6",
     "enum": "import enum\nclass Resize(enum.Enum):\n    LOW = 12\n    TOP = 35",
