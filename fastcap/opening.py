@@ -32,9 +32,8 @@ from fastcap.external import Descriptions, SideFile, Storage
 BLOCK = 1 << 20
 """Bytes read at a time."""
 
-_HEAD = 1024  # bytes of an argument that are always handed over before the rest is skipped
 _WORTH_SKIPPING = 1 << 16
-_AFTER_SKIPPING = 1 << 15  # bytes read first after something was skipped: the next argument may be as long
+_AFTER_SKIPPING = 1 << 10  # bytes read first after something was skipped: the next argument may be as long
 
 # What a compressed file may grow into, per byte of it and on top of that. Payload bytes of arguments, which are only
 # counted, do not matter here: what costs memory is structure. JSON-like pickles stay well below.
@@ -221,6 +220,8 @@ class _File(_Input):
 
     def _read(self, count: int) -> bytes:
         block = self.file.read(count)
+        if type(block) is bytes:
+            return block
         if block is None:
             raise BlockingIOError("the file is in non-blocking mode and has no data; give fastcap a blocking file")
         if not isinstance(block, (bytes, bytearray, memoryview)):
@@ -228,11 +229,13 @@ class _File(_Input):
         return bytes(block)
 
     def skip(self, count: int) -> int:
-        assert self.seekable
-        ahead = min(count, len(self._ahead))
-        self._ahead = self._ahead[ahead:]
-        assert self.size is not None
-        there = ahead + max(0, min(count - ahead, self.size - self.done - ahead))
+        assert self.size is not None  # which it is where the file can seek
+        ahead = 0
+        if self._ahead:
+            ahead = min(count, len(self._ahead))
+            self._ahead = self._ahead[ahead:]
+        left = self.size - self.done  # less than nothing if the file has grown
+        there = count if count <= left else max(ahead, left)
         if there > ahead:
             self.file.seek(there - ahead, io.SEEK_CUR)
         self.done += there
@@ -318,16 +321,14 @@ def _feed(source: _Input, progress: Progress | None, feeder: _Feeder) -> Tables:
         block = source.read(size)
         if not block:
             break
-        size = min(2 * size, BLOCK)
+        if size < BLOCK:
+            size *= 2
         feeder.write(block)
-        if source.seekable and feeder.pending >= _WORTH_SKIPPING:
-            # The scanner may want the beginning of the argument: it gets a little more before the rest is skipped.
-            wanted = _HEAD
-            while wanted and (head := source.read(wanted)):
+        if source.seekable and (pending := feeder.pending) >= _WORTH_SKIPPING:
+            while (wanted := feeder.wanted) and (head := source.read(wanted)):
                 feeder.write(head)
-                wanted -= len(head)
             if not wanted:
-                feeder.skip(source.skip(feeder.pending))
+                feeder.skip(source.skip(pending))
                 size = _AFTER_SKIPPING
         if progress is not None:
             progress(source.done, source.size)
@@ -414,6 +415,13 @@ class _Feeder:
         if self._length_missing:
             return 0
         return self._left or self._scanner.pending
+
+    @property
+    def wanted(self) -> int:
+        """Bytes that have to be seen before the pending ones may be skipped."""
+        if self._behind is not None or self._left:
+            return 0
+        return (self._inner or self._scanner).wanted
 
     def skip(self, count: int) -> None:
         """Take so many bytes, at most `pending`, without seeing them."""

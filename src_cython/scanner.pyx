@@ -288,6 +288,11 @@ cdef class Scanner:
         return self.pending_bytes - self.pending_kept if not self.tail else 0
 
     @property
+    def wanted(self):
+        """Bytes that have to be written before the `pending` ones may be skipped: what labels show of a long text."""
+        return self.pending_kept
+
+    @property
     def position(self):
         """Bytes of the stream taken so far."""
         return self.taken + self.carry.size if self.carry is not None else 0
@@ -327,8 +332,6 @@ cdef class Scanner:
         cdef uint64_t n = count
         if self.broken or n > self.pending:
             raise ValueError(f"cannot skip {count} bytes: {self.pending} are pending")
-        # What the skeleton wants comes first in the argument, so a reader that honours `pending` has written it already
-        # unless nothing of it is kept.
         if self.pending_kept:
             raise ValueError("the beginning of this argument has to be written")
         self.pending_bytes -= n
