@@ -137,8 +137,8 @@ def _run_script(path: str) -> ModuleType:
             source = file.read()
     except OSError as error:
         raise TargetError(f"cannot read {path}: {error.strerror}") from error
-    # A string of its own, as the interpreter makes it; the interned constant would count once where this counts twice.
-    module = ModuleType("".join(("__main", "__")))
+    # Before 3.13 the interpreter makes a string of its own, and what is equal to it in the script counts once more.
+    module = ModuleType("__main__" if sys.version_info >= (3, 13) else "".join(("__main", "__")))
     # As in the namespace of a real __main__: cloudpickle sends __file__, __name__ and __package__ with a function.
     module.__file__ = full_path
     module.__package__ = None

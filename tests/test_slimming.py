@@ -702,8 +702,11 @@ def test_a_replaced_object_may_be_found_by_persistent_ids_no_more():
     encoder._replacements = {id(part): (dict, ())}
     encoder.dump([part, "kept", part])
     assert part not in asked
-    unpickler = pickle.Unpickler(io.BytesIO(file.getvalue()))
-    unpickler.persistent_load = lambda name: name
-    loaded = unpickler.load()
+
+    class Unpickler(pickle.Unpickler):
+        def persistent_load(self, name):
+            return name
+
+    loaded = Unpickler(io.BytesIO(file.getvalue())).load()
     assert loaded == [{}, "kept", {}]
     assert loaded[0] is loaded[2]
