@@ -22,7 +22,10 @@ if not FILES:
     pytest.skip(f"no cases in {CASES}", allow_module_level=True)
 
 PICKLER = "fastcap" if importlib.util.find_spec("fastcap._native.pickler") else None
-ENVIRONMENT = dict(os.environ, PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
+# Cases that start Ray get a cluster of their own, whatever runs on the machine.
+ENVIRONMENT = dict(
+    os.environ, PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]), RAY_ADDRESS="local"
+)
 # Cases that load a library for many seconds, or start a cluster.
 SLOW = {"048", "050", "051", "076", "103", "105", "106", "108"}
 SAMPLE = {"001", "006", "008", "013", "018", "028", "031", "036", "043", "055", "056", "063", "086", "095", "101"}
