@@ -6,7 +6,7 @@ from fastcap.analysis import analyze
 from fastcap.errors import FastcapError, NotPicklable, PayloadTooLarge
 from fastcap.render import clean
 from fastcap.render.text import render_text
-from fastcap.report import Report, format_size, parse_size
+from fastcap.report import Report, as_size, format_size
 
 
 def check(
@@ -41,17 +41,6 @@ def check(
         shown = render_text(report.with_budget("max_size", limit, "fastcap.check"), brief=True)
         raise PayloadTooLarge(f"{verdict}\n{shown}", report.payload_size, limit, report)
     return report
-
-
-def as_size(size: int | str) -> int:
-    """A size in bytes as it is, or ``"10 MiB"`` in bytes. ``TypeError`` or ``ValueError`` for what is no size."""
-    if isinstance(size, str):
-        return parse_size(size)
-    if not isinstance(size, int) or isinstance(size, bool):
-        raise TypeError(f"a size is a number of bytes or a text such as '10 MiB', not {type(size).__name__}")
-    if size < 0:
-        raise ValueError(f"a size cannot be negative: {size}")
-    return size
 
 
 def _describe(error: Exception, name: object) -> str:

@@ -13,7 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import replace
 from difflib import get_close_matches
 from typing import IO, TYPE_CHECKING, Any
@@ -28,6 +28,7 @@ from fastcap.paths import parse as parse_path
 from fastcap.render import clean
 from fastcap.report import Report, ViewOptions, format_size, parse_size, read_report
 from fastcap.targets import Target, TargetError, UserCodeError, imported, locate_error, parse_target
+from fastcap.writing import write_all, written_beside
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -638,7 +639,8 @@ def _write(text: str, output: str | None) -> None:
         elif os.path.exists(output) and not os.path.isfile(output):
             _write_whole(os.open(output, os.O_WRONLY), data)
         else:
-            _write_file(data, os.path.realpath(output))
+            with written_beside(output) as file:
+                write_all(file, data)
     except BrokenPipeError:
         pass  # as for standard output
     except OSError as error:
@@ -648,21 +650,6 @@ def _write(text: str, output: str | None) -> None:
 def _write_whole(descriptor: int, data: bytes) -> None:
     with open(descriptor, "wb") as file:
         file.write(data)
-
-
-def _write_file(data: bytes, path: str) -> None:
-    """All of ``data`` or nothing: written beside ``path``, then renamed."""
-    beside = f"{path}.{os.getpid()}.tmp"
-    try:
-        descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        if os.path.exists(path):
-            shutil.copymode(path, beside)
-        _write_whole(descriptor, data)
-        os.replace(beside, path)
-    except BaseException:
-        with suppress(FileNotFoundError):
-            os.unlink(beside)
-        raise
 
 
 class _Output:
@@ -682,7 +669,6 @@ class _Output:
 
 def _write_pickle(editor: Editor, where: str, *, backup: bool, progress: Any) -> EditSummary:
     """All of the edited pickle or, where that can be, nothing."""
-    from fastcap.editing import written_beside
 
     if where == "-":
         try:

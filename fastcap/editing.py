@@ -23,14 +23,12 @@ everything that holds more than one pickle.
 from __future__ import annotations
 
 import bz2
-import errno
 import gzip
 import importlib
 import io
 import json
 import lzma
 import os
-import shutil
 import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -49,6 +47,7 @@ from fastcap.inert import LAYOUT, LISTS, UNREAD, At, Reader
 from fastcap.opening import BLOCK, Progress, Source, plain_blocks, scan_source
 from fastcap.paths import Path, Step, parse
 from fastcap.pickling import dumps
+from fastcap.writing import write_all, written_beside
 
 NONE: Final = b"N"
 """Opcodes of None."""
@@ -476,7 +475,7 @@ class Editor:
         done = 0
         with _compressed(target, self._source.compression) as file:
             for block in self.blocks():
-                _write_all(file, block)
+                write_all(file, block)
                 done += len(block)
                 if progress is not None:
                     progress(done, None)
@@ -708,16 +707,10 @@ def _spool(blocks: Iterator[bytes | memoryview], kind: str | None, stack: ExitSt
         return _Stored(kept.getbuffer(), None, 0, kind)
     file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - the stack closes it
     stack.enter_context(file)
-    _write_all(file, kept.getbuffer())
+    write_all(file, kept.getbuffer())
     for block in blocks:
-        _write_all(file, block)
+        write_all(file, block)
     return _Stored(None, file, 0, kind)
-
-
-def _write_all(file: Any, data: bytes | memoryview) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[file.write(view) :]
 
 
 # --- targets ---------------------------------------------------------------------------------------------------------
@@ -771,44 +764,6 @@ def _compressed(target: Any, kind: str | None) -> Iterator[Any]:
         yield file
     finally:
         file.close()
-
-
-@contextmanager
-def written_beside(path: str, *, backup: bool = False) -> Iterator[BinaryIO]:
-    """A new file beside ``path`` that takes its place when all has gone well, with its mode; else it is removed.
-
-    With ``backup``, what was there is then found as ``path`` and ``.bak``; FileExistsError if that exists already.
-    """
-    path = os.path.realpath(path)
-    beside, kept = f"{path}.{os.getpid()}.tmp", f"{path}.bak"
-    if backup and os.path.lexists(kept):
-        raise FileExistsError(errno.EEXIST, "File exists", kept)
-    mine = True
-    try:
-        try:
-            descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        except FileExistsError:
-            mine = False
-            raise
-        with open(descriptor, "wb", buffering=0) as file:
-            replaces = os.path.exists(path)
-            if replaces:
-                shutil.copymode(path, beside)
-            yield file
-            if replaces:
-                os.fsync(descriptor)  # or a crash could leave neither
-        if backup and replaces:
-            try:
-                os.link(path, kept)
-            except OSError:  # a file system without hard links
-                shutil.copy2(path, kept)
-        os.replace(beside, path)
-    except BaseException:
-        # an interrupt may come as soon as the file is there
-        if mine:
-            with suppress(FileNotFoundError):
-                os.unlink(beside)
-        raise
 
 
 def parse_replacement(text: str) -> tuple[str, Any]:

@@ -192,11 +192,9 @@ def dumps(
     the default) and is nothing but data goes there, and the bytes say how to get it back: see `fastcap.slimming`.
     What is smaller than that as a whole is pickled as without a store.
     """
-    if store is not None:
-        data: bytes = _slimming().slim_dumps(obj, store, min_size, protocol, buffer_callback, compact, flavor)
+    if store is not None or min_size is not None:
+        data: bytes = _slimming(store).slim_dumps(obj, store, min_size, protocol, buffer_callback, compact, flavor)
         return data
-    if min_size is not None:
-        raise TypeError("min_size is the smallest part that goes to a store, but there is no store")
     return _dumps(_flavors.get(flavor) or _flavor(flavor), obj, protocol, buffer_callback, compact)
 
 
@@ -212,15 +210,15 @@ def dump(
     min_size: int | str | None = None,
 ) -> None:
     """Pickle `obj` into `file`, whose ``write`` gets bytes or memoryviews. See `dumps`."""
-    if store is not None:
-        _slimming().slim_dump(obj, file, store, min_size, protocol, buffer_callback, compact, flavor)
+    if store is not None or min_size is not None:
+        _slimming(store).slim_dump(obj, file, store, min_size, protocol, buffer_callback, compact, flavor)
         return
-    if min_size is not None:
-        raise TypeError("min_size is the smallest part that goes to a store, but there is no store")
     _dump(_flavors.get(flavor) or _flavor(flavor), obj, file, protocol, buffer_callback, compact)
 
 
-def _slimming() -> Any:
+def _slimming(store: Store | None) -> Any:
+    if store is None:
+        raise TypeError("min_size is the smallest part that goes to a store, but there is no store")
     # It stands on this module; loaded by name, because only dumps into a store need it and what it brings along.
     return sys.modules.get("fastcap.slimming") or importlib.import_module("fastcap.slimming")
 

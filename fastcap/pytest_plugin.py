@@ -91,7 +91,7 @@ def _budget_of(item: pytest.Item) -> _Budget | None:
 
 def _read_budget(size: int | str | None, *, objects: bool = False) -> _Budget | None:
     """What the marker says; a size of None takes a limit away that was set for the module or for all tests."""
-    from fastcap.checking import as_size
+    from fastcap.report import as_size
 
     return None if size is None else _Budget(as_size(size), objects)
 

@@ -62,6 +62,17 @@ def parse_size(text: str) -> int:
     return size
 
 
+def as_size(size: int | str) -> int:
+    """A size in bytes as it is, or ``"10 MiB"`` in bytes. ``TypeError`` or ``ValueError`` for what is no size."""
+    if isinstance(size, str):
+        return parse_size(size)
+    if not isinstance(size, int) or isinstance(size, bool):
+        raise TypeError(f"a size is a number of bytes or a text such as '10 MiB', not {type(size).__name__}")
+    if size < 0:
+        raise ValueError(f"a size cannot be negative: {size}")
+    return size
+
+
 @dataclass(frozen=True, slots=True)
 class ViewOptions:
     """Which part of the graph a report shows. What is left out stays in the totals, in ``[N more]`` rows."""

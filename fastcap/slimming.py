@@ -38,7 +38,7 @@ from fastcap._native.scanner import Scanner, Tables
 from fastcap.explain import Explainer
 from fastcap.inert import BYTES, CALLS, EXTENSIONS, GETS, GLOBALS, OLD_TEXTS, PERSISTENT, TEXTS
 from fastcap.pickling import BufferCallback, Writable, dump_prepared, write_dumped
-from fastcap.report import parse_size
+from fastcap.report import as_size
 from fastcap.stores import PartInfo, ReduceValue, Store
 
 MIN_SIZE: Final = 1 << 20
@@ -378,7 +378,7 @@ class _Slimmer:
         self.obj = obj
         self.store = store
         self.split = bool(getattr(store, "split", False))
-        self.min_size = max(_SHORTEST, _as_size(min_size))
+        self.min_size = max(_SHORTEST, _min_size(min_size))
         self.protocol = protocol
         self.compact = compact
         self.flavor = flavor
@@ -482,14 +482,13 @@ class _Slimmer:
         return self.replacements.keys() - set(map(id, self.encoder._memo_objects()))
 
 
-def _as_size(size: int | str | None) -> int:
+def _min_size(size: int | str | None) -> int:
     if size is None:
         return MIN_SIZE
-    if isinstance(size, str):
-        return parse_size(size)
-    if isinstance(size, bool) or not isinstance(size, int) or size < 0:
-        raise ValueError(f"min_size is a number of bytes, or text such as '1 MiB', not {size!r}")
-    return size
+    try:
+        return as_size(size)
+    except TypeError as error:
+        raise ValueError(f"min_size: {error}") from None
 
 
 def _checked(value: Any, store: Store) -> ReduceValue:

@@ -35,8 +35,6 @@ cdef enum SlotKind:
     SLOT_SELF = 3       # while walking: the node itself
 
 cdef enum:
-    # A memo reference is never larger than this: LONG_BINGET, or GET with ten digits and a newline.
-    LONGEST_GET = 16
     # Bytes of a string up to which a path has it whole (see fastcap.paths).
     SHORT_TEXT = 60
 
@@ -236,26 +234,14 @@ cdef class Program:
 
     cdef int seek(self, Cursor* cursor, uint64_t net) except -1:
         """Go to an offset that no hole contains."""
-        cdef Py_ssize_t low = 0
-        cdef Py_ssize_t high = self.hole_count
-        cdef Py_ssize_t middle
-        cdef uint64_t missing
-        while low < high:
-            middle = (low + high) // 2
-            if self.holes[middle].at < net:
-                low = middle + 1
-            else:
-                high = middle
-        missing = self.holes[low - 1].missing if low else 0
+        cdef Py_ssize_t hole = holes_before(self.holes, self.hole_count, net)
+        cdef uint64_t missing = missing_before(self.holes, hole)
         if net > self.size or missing > net or <uint64_t>self.skeleton_size < net - missing:
             raise IndexError(f"net offset {net} of {self.size}")
         cursor.net = net
         cursor.at = <Py_ssize_t>(net - missing)
-        cursor.hole = low
+        cursor.hole = hole
         return 0
-
-    cdef inline uint64_t hole_size(self, Py_ssize_t hole) noexcept:
-        return self.holes[hole].missing - (self.holes[hole - 1].missing if hole else 0)
 
     cdef int decode(self, Cursor* cursor, Opcode* code) except -1:
         """The opcode at the cursor. Everything is within the skeleton, or it is an error."""
@@ -281,7 +267,7 @@ cdef class Program:
             if code.op == OP_BINGET or code.op == OP_BINPUT:
                 code.argument = p[1]
             elif code.op == OP_LONG_BINGET or code.op == OP_LONG_BINPUT:
-                code.argument = little(p + 1, 4)
+                code.argument = read_u32(p + 1)
             return 0
         if info.kind == ARG_LINE or info.kind == ARG_TWO_LINES:
             q = p
@@ -293,7 +279,7 @@ cdef class Program:
                 if before_hole > <uint64_t>left:
                     self.damaged(cursor)
                 code.kept = <Py_ssize_t>before_hole
-                code.hole = self.hole_size(cursor.hole)
+                code.hole = hole_size(self.holes, cursor.hole)
                 return 0
             if q == NULL:
                 self.damaged(cursor)
@@ -304,12 +290,12 @@ cdef class Program:
             return 0
         if info.kind == ARG_INVALID:
             self.damaged(cursor)
-        size = little(p + 1, info.header - 1)
+        size = read_number(p + 1, info.header - 1)
         if size > self.size:
             self.damaged(cursor)
         size += info.header
         if before_hole < size:
-            code.hole = self.hole_size(cursor.hole)
+            code.hole = hole_size(self.holes, cursor.hole)
             code.kept = <Py_ssize_t>before_hole
             if before_hole + code.hole != size or before_hole < info.header:
                 self.damaged(cursor)
@@ -462,7 +448,7 @@ cdef class Slots:
         self.program.seek(&cursor, slot.start)
         self.program.decode(&cursor, &code)
         p = self.program.skeleton + cursor.at + 1
-        return <int32_t>little(p, 4) if slot.op == OP_BININT else <object>little(p, code.kept - 1)
+        return <int32_t>read_u32(p) if slot.op == OP_BININT else <object>read_number(p, code.kept - 1)
 
     cdef const uint8_t* short_text(self, Slot* slot, Py_ssize_t* size) except? NULL:
         """The characters of a string that can stand in a path as it is, borrowed; NULL if it is something else."""
@@ -657,15 +643,6 @@ cdef inline bint is_atom(uint8_t op) noexcept:
             or op == OP_LONG or op == OP_FLOAT)
 
 
-cdef inline uint64_t little(const uint8_t* p, int count) noexcept:
-    """A little-endian number of so many bytes."""
-    cdef uint64_t value = 0
-    cdef int i
-    for i in range(count - 1, -1, -1):
-        value = value << 8 | p[i]
-    return value
-
-
 @cython.final
 cdef class Rewriter:
     """Writes a `Program` with cuts.
@@ -801,38 +778,33 @@ cdef class Rewriter:
 
     cdef int put_get(self, uint32_t number, uint8_t style) except -1:
         """A memo reference; in text if `style`, an opcode for the memo, is."""
-        cdef char text[LONGEST_GET]
-        if style == OP_PUT or style == OP_GET:
-            data = b"g%d\n" % number
-            return self.append(<const char*>data, len(data))
-        if number < 256:
-            text[0] = <char>OP_BINGET
-            text[1] = <char>number
-            return self.append(text, 2)
-        text[0] = <char>OP_LONG_BINGET
-        put_u32(text + 1, number)
-        return self.append(text, 5)
+        cdef bint in_text = style == OP_PUT or style == OP_GET
+        return self.put_numbered(number, OP_GET if in_text else 0, OP_BINGET, OP_LONG_BINGET)
 
     cdef int put_put(self, uint8_t style) except -1:
         """A memo entry for the value written last."""
-        cdef char text[LONGEST_GET]
+        cdef uint8_t memoize = OP_MEMOIZE
         cdef uint32_t number = self.numbered
         if number == NO_INDEX:
             raise EditError("more than 4 billion memo entries")
         self.numbered += 1
         if style == OP_MEMOIZE:
-            text[0] = <char>OP_MEMOIZE
-            return self.append(text, 1)
-        if style == OP_PUT:
-            data = b"p%d\n" % number
-            return self.append(<const char*>data, len(data))
+            return self.append(&memoize, 1)
+        return self.put_numbered(number, OP_PUT if style == OP_PUT else 0, OP_BINPUT, OP_LONG_BINPUT)
+
+    cdef int put_numbered(self, uint32_t number, uint8_t in_text, uint8_t narrow, uint8_t wide) except -1:
+        """The opcode `in_text` with a memo number, unless it is 0; then one of the other two, as the number is."""
+        cdef char data[5]
+        if in_text:
+            text = b"%c%d\n" % (in_text, number)
+            return self.append(<const char*>text, len(text))
         if number < 256:
-            text[0] = <char>OP_BINPUT
-            text[1] = <char>number
-            return self.append(text, 2)
-        text[0] = <char>OP_LONG_BINPUT
-        put_u32(text + 1, number)
-        return self.append(text, 5)
+            data[0] = <char>narrow
+            data[1] = <char>number
+            return self.append(data, 2)
+        data[0] = <char>wide
+        put_u32(data + 1, number)
+        return self.append(data, 5)
 
     # ---- ranges -----------------------------------------------------------------------------------------------------
 

@@ -227,7 +227,7 @@ cdef class Graph:
             raise ValueError(f"node {bad} of {self.n} does not fit into the tree: {nodes[bad]}")
         for h in range(self.hole_count):
             if (self.hole_table[h].missing <= missing or self.hole_table[h].at + (self.hole_table[h].missing - missing) > net_size
-                    or (h and self.hole_table[h].at < self.hole_table[h - 1].at + (missing - (self.hole_table[h - 2].missing if h > 1 else 0)))):
+                    or (h and self.hole_table[h].at < self.hole_table[h - 1].at + hole_size(self.hole_table, h - 1))):
                 raise ValueError(f"hole {h} of {self.hole_count} does not fit")
             missing = self.hole_table[h].missing
         if missing + <uint64_t>self.skeleton_view.len > net_size:
@@ -649,28 +649,14 @@ cdef class Graph:
 
     # ---- the stream's bytes -----------------------------------------------------------------------------------------
 
-    cdef Py_ssize_t hole_before(self, uint64_t net) noexcept nogil:
-        """Number of holes that begin before the net offset."""
-        cdef Py_ssize_t low = 0
-        cdef Py_ssize_t high = self.hole_count
-        cdef Py_ssize_t middle
-        while low < high:
-            middle = (low + high) // 2
-            if self.hole_table[middle].at < net:
-                low = middle + 1
-            else:
-                high = middle
-        return low
-
     cdef Py_ssize_t skeleton_offset(self, uint64_t net) noexcept nogil:
         """Where the byte at a net offset is in the skeleton; for one in a hole, where the hole is."""
-        cdef Py_ssize_t h = self.hole_before(net)
-        cdef uint64_t missing = 0
+        cdef Py_ssize_t h = holes_before(self.hole_table, self.hole_count, net)
+        cdef uint64_t missing = missing_before(self.hole_table, h)
         cdef uint64_t hole_end
         cdef Py_ssize_t offset
         if h:
-            missing = self.hole_table[h - 1].missing
-            hole_end = self.hole_table[h - 1].at + missing - (self.hole_table[h - 2].missing if h > 1 else 0)
+            hole_end = self.hole_table[h - 1].at + hole_size(self.hole_table, h - 1)
             if net < hole_end:
                 missing -= hole_end - net
         offset = <Py_ssize_t>(net - missing)
@@ -694,9 +680,9 @@ cdef class Graph:
         cdef uint64_t hole_end
         cdef list result = []
         self.ready()
-        h = max(0, self.hole_before(start) - 1)
+        h = max(0, holes_before(self.hole_table, self.hole_count, start) - 1)
         while h < self.hole_count and self.hole_table[h].at < last:
-            hole_end = self.hole_table[h].at + self.hole_table[h].missing - (self.hole_table[h - 1].missing if h else 0)
+            hole_end = self.hole_table[h].at + hole_size(self.hole_table, h)
             if hole_end > first:
                 result.append((max(first, self.hole_table[h].at), min(last, hole_end) - max(first, self.hole_table[h].at)))
             h += 1
@@ -939,7 +925,7 @@ cdef uint64_t atom_size(const uint8_t* p, const uint8_t* limit) noexcept nogil:
     if info.kind == ARG_COUNT1:
         return size + p[1]
     if info.kind == ARG_COUNT4:
-        return size + (p[1] | (<uint32_t>p[2] << 8) | (<uint32_t>p[3] << 16) | (<uint32_t>p[4] << 24))
+        return size + read_u32(p + 1)
     if info.kind == ARG_LINE:
         line = <const uint8_t*>memchr(p, 10, limit - p)
         return <uint64_t>(line + 1 - p) if line != NULL else 0

@@ -64,6 +64,27 @@ cdef struct Overhead:
     uint64_t at       # bytes, net offset at which the overhead opcode stands
     uint64_t total    # bytes of overhead up to and including this opcode
 
+cdef inline Py_ssize_t holes_before(const Hole* holes, Py_ssize_t count, uint64_t net) noexcept nogil:
+    """How many of the holes begin before the net offset."""
+    cdef Py_ssize_t low = 0
+    cdef Py_ssize_t high = count
+    cdef Py_ssize_t middle
+    while low < high:
+        middle = (low + high) // 2
+        if holes[middle].at < net:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+cdef inline uint64_t missing_before(const Hole* holes, Py_ssize_t hole) noexcept nogil:
+    """Bytes left out in all holes before this one."""
+    return holes[hole - 1].missing if hole else 0
+
+cdef inline uint64_t hole_size(const Hole* holes, Py_ssize_t hole) noexcept nogil:
+    """Bytes left out in this one."""
+    return holes[hole].missing - missing_before(holes, hole)
+
 cdef inline bint is_call(uint8_t op) noexcept nogil:
     """REDUCE, OBJ, NEWOBJ, NEWOBJ_EX: opcodes whose node remembers its callable in `arg`."""
     return op == 82 or op == 111 or op == 129 or op == 146

@@ -1,4 +1,6 @@
 # Pickle opcodes by their names in pickletools. Source: CPython Lib/pickletools.py, PEP 307, PEP 3154, PEP 574.
+from libc.stdint cimport uint8_t, uint32_t, uint64_t
+
 cdef enum Op:
     OP_MARK = 40
     OP_EMPTY_TUPLE = 41
@@ -195,3 +197,21 @@ cdef inline unsigned char lane_of(int op) noexcept:
     if op == OP_APPENDS or op == OP_SETITEMS or op == OP_ADDITEMS:
         return LANE_EXTEND
     return LANE_NONE
+
+
+# Arguments are little-endian, but for BINFLOAT's.
+cdef inline uint32_t read_u32(const uint8_t* p) noexcept nogil:
+    return p[0] | (<uint32_t>p[1] << 8) | (<uint32_t>p[2] << 16) | (<uint32_t>p[3] << 24)
+
+
+cdef inline uint64_t read_u64(const uint8_t* p) noexcept nogil:
+    return read_u32(p) | (<uint64_t>read_u32(p + 4) << 32)
+
+
+cdef inline uint64_t read_number(const uint8_t* p, int count) noexcept nogil:
+    """A number of so many bytes, 8 at most."""
+    cdef uint64_t value = 0
+    cdef int i
+    for i in range(count - 1, -1, -1):
+        value = value << 8 | p[i]
+    return value

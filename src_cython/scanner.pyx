@@ -1554,14 +1554,6 @@ cdef inline bint is_text(uint8_t op) noexcept nogil:
     return op == OP_BINUNICODE or op == OP_BINUNICODE8 or op == OP_BINSTRING or op == OP_SHORT_BINSTRING
 
 
-cdef inline uint32_t read_u32(const uint8_t* p) noexcept nogil:
-    return p[0] | (<uint32_t>p[1] << 8) | (<uint32_t>p[2] << 16) | (<uint32_t>p[3] << 24)
-
-
-cdef inline uint64_t read_u64(const uint8_t* p) noexcept nogil:
-    return read_u32(p) | (<uint64_t>read_u32(p + 4) << 32)
-
-
 cdef uint64_t parse_index(const uint8_t* p, const uint8_t* end) noexcept nogil:
     """A decimal memo index; more than 2**32 - 1 if it is none."""
     cdef uint64_t value = 0

@@ -14,7 +14,7 @@ PACKAGE = Path(fastcap.__file__).parent
 # Every module stands on a floor and imports only from floors below. Modules of one floor do not know each other.
 FLOORS = [
     {"errors"},
-    {"_native", "report", "paths", "placeholders", "rules"},
+    {"_native", "report", "paths", "placeholders", "rules", "writing"},
     {"render", "comparison", "pickling", "stores", "inert", "limits", "folders"},
     {"explain", "config", "external", "render.layout"},
     {"scene", "opening", "handles", "render.text", "render.diff", "render.folded", "render.html"},

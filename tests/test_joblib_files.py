@@ -13,6 +13,7 @@ import zlib
 
 import numpy as np
 import pytest
+from sources import Counting, Pipe, check_sums, scan_any
 
 from fastcap.analysis import scan
 from fastcap.errors import PayloadError
@@ -57,12 +58,6 @@ def dump(obj, **options):
     return file.getvalue()
 
 
-def check_sums(report):
-    assert sum(row.self_size for row in report.nodes) + report.overhead == report.payload_size
-    assert report.nodes[0].subtree_size + report.overhead == report.payload_size
-    return report
-
-
 def without_alignment(monkeypatch):
     """As joblib 1.1 and older wrote: the array follows at once."""
     original = joblib.numpy_pickle.NumpyArrayWrapper.__init__
@@ -89,23 +84,6 @@ class Unaligned(io.RawIOBase):
 
     def tell(self):
         raise io.UnsupportedOperation
-
-
-class Pipe:
-    def __init__(self, data, most=10_007):
-        self.inner, self.most = io.BytesIO(data), most
-
-    def read(self, size=-1):
-        return self.inner.read(min(size, self.most) if size >= 0 else self.most)
-
-
-class Counting(io.BytesIO):
-    taken = 0
-
-    def read(self, size=-1):
-        block = super().read(size)
-        self.taken += len(block)
-        return block
 
 
 def facts(report):
@@ -315,17 +293,6 @@ def test_many_descriptions_that_share_a_large_part():
         check_sums(scan(data))
         times.append(time.perf_counter() - start)
     assert times[1] < 40 * times[0] + 1
-
-
-def scan_any(data):
-    """Whether the bytes gave a report; it adds up, or there is a `PayloadError` with an offset."""
-    try:
-        report = scan(data)
-    except PayloadError as error:
-        assert error.offset >= 0  # noqa: PT017
-        return False
-    check_sums(report)
-    return True
 
 
 @pytest.mark.parametrize("protocol", [0, 2, 4])

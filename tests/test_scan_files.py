@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from sources import Counting, Pipe
 
 from fastcap.analysis import scan
 from fastcap.errors import PayloadError
@@ -31,27 +32,6 @@ def facts(report):
 
 
 EXPECTED = facts(scan(DATA))
-
-
-class Pipe:
-    """A file object that can only read, and gives less than asked for."""
-
-    def __init__(self, data, most=10_007):
-        self.inner, self.most = io.BytesIO(data), most
-
-    def read(self, size=-1):
-        return self.inner.read(min(size, self.most) if size >= 0 else self.most)
-
-
-class Counting(io.BytesIO):
-    """Counts the bytes that are really read."""
-
-    taken = 0
-
-    def read(self, size=-1):
-        block = super().read(size)
-        self.taken += len(block)
-        return block
 
 
 def lz4(data):

@@ -21,7 +21,6 @@ from typing import Any
 
 import ray
 
-from fastcap.checking import as_size
 from fastcap.pickling import install as install_native
 from fastcap.pickling import uninstall as uninstall_native
 from fastcap.ray import explaining
@@ -31,6 +30,7 @@ from fastcap.ray.lean import with_captures
 from fastcap.ray.parts import FLAVOR, SHELF, Predicate, RayStore
 from fastcap.ray.reporting import Entry, RayReport, report
 from fastcap.ray.restoring import DeadPart, restore_trainer, restore_tuner
+from fastcap.report import as_size
 
 __all__ = [
     "DeadPart",
