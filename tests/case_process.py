@@ -114,8 +114,10 @@ def main() -> None:
     try:
         try:
             case = load_case(path)
-        except AttributeError as error:  # the case is written for a later Python: nothing of fastcap has run yet
-            raise ImportError(str(error)) from error
+        except AttributeError as error:
+            if sys.version_info >= (3, 11):
+                raise
+            raise ImportError(f"written for Python 3.11: {error}") from error
         made = case.make()
     except ImportError as error:
         answer = {"skip": str(error)}
